@@ -1,0 +1,71 @@
+"""How many rows of logits are alive at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MIB = 1 << 20
+DEFAULT_CHUNK_BYTES = 512 * MIB
+# Host memory is the user's own, and a chunk near the caches' size is not slower.
+DEFAULT_CHUNK_BYTES_CPU = 128 * MIB
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """
+    The choice of chunk size of the head.
+
+    Args:
+        chunk_bytes: bytes that the `[rows, V]` buffers of a chunk take together; None = 512 MiB, on a CPU 128 MiB.
+        num_chunks: -1 = as many as `chunk_bytes` asks for; n >= 1 = exactly n (fewer where there are fewer rows).
+        logit_chunk_multiplier: multiplies the automatic number of chunks; above 1 for less memory.
+
+    Raises:
+        ValueError: a value outside these ranges, or `logit_chunk_multiplier` together with `num_chunks >= 1`.
+    """
+
+    chunk_bytes: int | None = None
+    num_chunks: int = -1
+    logit_chunk_multiplier: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes is not None and self.chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes is {self.chunk_bytes}; give a number of bytes of at least 1, or None.")
+        if self.num_chunks != -1 and self.num_chunks < 1:
+            raise ValueError(f"num_chunks is {self.num_chunks}; give -1 (automatic) or a number of at least 1.")
+        if self.logit_chunk_multiplier is not None:
+            if not self.logit_chunk_multiplier > 0:
+                raise ValueError(
+                    f"logit_chunk_multiplier is {self.logit_chunk_multiplier}; give a number above 0, or None."
+                )
+            if self.num_chunks != -1:
+                raise ValueError(
+                    f"logit_chunk_multiplier={self.logit_chunk_multiplier} scales the automatic number of chunks, but "
+                    f"num_chunks={self.num_chunks} fixes it; give one of the two."
+                )
+
+    def rows(self, count: int, vocabulary: int, buffers: int, itemsize: int, device: torch.device) -> int:
+        """
+        Rows in a chunk.
+
+        Args:
+            count: rows in all.
+            vocabulary: V.
+            buffers: `[rows, V]` buffers that the pass keeps alive at once.
+            itemsize: bytes of one of their elements.
+            device: where they live.
+
+        Returns:
+            At least 1.
+        """
+        if self.num_chunks != -1:
+            return max(1, -(-count // self.num_chunks))
+        budget = self.chunk_bytes
+        if budget is None:
+            budget = DEFAULT_CHUNK_BYTES_CPU if device.type == "cpu" else DEFAULT_CHUNK_BYTES
+        rows = max(1, budget // (vocabulary * itemsize * buffers))
+        if self.logit_chunk_multiplier is None:
+            return rows
+        return max(1, int(rows / self.logit_chunk_multiplier))

@@ -1,0 +1,412 @@
+"""`linear_logprob` and `linear_grpo_loss`: from hidden states to log-probs and to the GRPO loss without `[N, V]` logits.
+
+Which gradients are computed, and when, follows from what needs one in this very call:
+
+* a frozen head: d logprob / d hidden is computed beside the log-prob; two products of `[N, H]` by `[H, V]` in all, three
+  with the gradient of the entropy, and nothing is recomputed, whatever loss is built on top;
+* a head that trains: statistics first, then a backward that computes each chunk of logits once more;
+* `linear_grpo_loss` with a row-local objective: one pass, two products for a frozen head and three for one that trains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastgrpo.chunking import ChunkPlan
+from fastgrpo.objective import GRPOStats, Objective, grpo_loss, row_local_terms_exist, vespo_weights
+from fastgrpo.ops import accumulation_dtype, linear_grpo_op, linear_logprob_op, objective_constants
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_IGNORED = -1
+
+
+class LogProbs(NamedTuple):
+    """Result of `linear_logprob`."""
+
+    logprobs: Tensor
+    """`[N]` fp32 (fp64 for fp64 products), 0 for ignored rows."""
+    entropy: Tensor | None
+    """`[N]` nats, the same dtype, 0 for ignored rows; None where not asked for."""
+
+
+class _Head(NamedTuple):
+    """Checked arguments that both entry points share."""
+
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+    logit_scale: float
+    softcap: float | None
+    compute_dtype: torch.dtype
+    need_hidden: bool
+    need_weight: bool
+    need_bias: bool
+
+    @property
+    def trains(self) -> bool:
+        return self.need_weight or self.need_bias
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    chunk_bytes: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    num_chunks: int = -1,
+    logit_chunk_multiplier: float | None = None,
+    entropy_requires_grad: bool = True,
+) -> LogProbs:
+    """
+    Log-probs of `targets` under `softmax(softcap(logit_scale * (hidden @ weight.T + bias)) / temperature)`.
+
+    Args:
+        hidden: `[N, H]` bf16, fp16 or fp32 (fp64 to verify).
+        weight: `[V, H]`, any of these dtypes.
+        targets: `[N]` int32 or int64. Outside `[0, V)`: the row is ignored and not computed, log-prob and gradient are 0.
+        bias: `[V]` or None.
+        temperature: above 0.
+        logit_scale: factor on the products, before softcap and temperature.
+        softcap: above 0, in logits: `softcap * tanh(z / softcap)`; None = none.
+        return_entropy: also return the entropy of every row.
+        chunk_bytes: bytes for the logits alive at once; None = 512 MiB, on a CPU 128 MiB.
+        compute_dtype: dtype of the operands of the products; None = the autocast dtype where autocast is on, else
+            hidden's. Products are summed, and logits kept, in fp32 in any case.
+        num_chunks: -1, or exactly this many chunks; wins over `chunk_bytes`.
+        logit_chunk_multiplier: multiplies the automatic number of chunks.
+        entropy_requires_grad: False returns the entropy without gradient, which with a frozen head saves a third of the
+            work where it is only logged.
+
+    Returns:
+        LogProbs, differentiable in hidden, weight and bias.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes, devices or options that do not fit; before any work.
+    """
+    plan = ChunkPlan(chunk_bytes, num_chunks, logit_chunk_multiplier)
+    head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
+    chunk_rows = _chunk_rows(plan, hidden, head, return_entropy)
+    return _score(hidden, targets.long(), head, chunk_rows, return_entropy, entropy_requires_grad)
+
+
+def linear_grpo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    segments: Tensor,
+    advantages: Tensor,
+    objective: Objective,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    sampler_ratio: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_bytes: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    sampling_logprobs: Tensor | None = None,
+    num_chunks: int = -1,
+    logit_chunk_multiplier: float | None = None,
+) -> tuple[Tensor, GRPOStats]:
+    """
+    GRPO loss of one micro-batch straight from hidden states.
+
+    Args:
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, chunk_bytes, compute_dtype, num_chunks,
+            logit_chunk_multiplier: as in `linear_logprob`; rows are the scored tokens, sequence after sequence.
+        segments: `[B + 1]` int32 or int64: rows of sequence i are `segments[i]:segments[i + 1]`.
+        advantages: `[B]` or `[N]` float (`[B]` where both are the same).
+        objective: loss type, options and normalisers.
+        old_logprobs: `[N]`; None on-policy.
+        ref_logprobs: `[N]`; needed where `objective.beta` is not 0.
+        sampler_ratio: `[B]` or `[N]`, see `sampler_importance_ratio`.
+        loss_mask: `[N]`, 0 where a row counts for nothing; such rows are not computed. None = all count.
+        sampling_logprobs: `[N]` the sampler's own, for the off-policy mask; None = `old_logprobs`.
+
+    Returns:
+        0-d fp32 loss, differentiable in hidden, weight and bias, and GRPOStats with `[N]` logprobs and entropy.
+
+    Raises:
+        TypeError, ValueError: what does not fit; before any work.
+    """
+    plan = ChunkPlan(chunk_bytes, num_chunks, logit_chunk_multiplier)
+    head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
+    layout = _Segments(segments, hidden.shape[0])
+    per_row = {
+        "old_logprobs": old_logprobs,
+        "ref_logprobs": ref_logprobs,
+        "sampling_logprobs": sampling_logprobs,
+        "loss_mask": loss_mask,
+    }
+    _check_values(hidden, per_row, {layout.count})
+    either = {"advantages": advantages, "sampler_ratio": sampler_ratio}
+    _check_values(hidden, either, {layout.batch, layout.count})
+    if objective.beta != 0.0 and ref_logprobs is None:
+        raise ValueError(f"beta is {objective.beta}, so the KL term needs ref_logprobs=[N]; give them, or set beta=0.")
+
+    counted = (targets >= 0) & (targets < weight.shape[0])
+    if loss_mask is not None:
+        counted = counted & loss_mask.bool()
+    targets = torch.where(counted, targets.long(), _IGNORED)
+    mask = layout.pad(counted.to(accumulation_dtype(head.compute_dtype)))
+    padded = {
+        "old_logprobs": layout.pad(old_logprobs),
+        "ref_logprobs": layout.pad(ref_logprobs),
+        "sampling_logprobs": layout.pad(sampling_logprobs),
+        "sampler_ratio": layout.pad_or_keep(sampler_ratio),
+    }
+    padded_advantages = layout.pad_or_keep(advantages)
+    row_local = row_local_terms_exist(
+        objective,
+        on_policy=old_logprobs is None,
+        per_token_advantages=layout.is_per_row(advantages),
+        per_token_sampler_ratio=sampler_ratio is not None and layout.is_per_row(sampler_ratio),
+    )
+    chunk_rows = _chunk_rows(plan, hidden, head, True)
+    if not row_local:
+        logprobs, entropy = _score(hidden, targets, head, chunk_rows, True, objective.entropy_coef != 0.0)
+        loss, stats = grpo_loss(
+            layout.pad(logprobs), padded_advantages, mask, objective, entropy=layout.pad(entropy), **padded
+        )
+        return loss, _flat_stats(stats, logprobs, entropy)
+
+    loss, logprobs, entropy = _row_local_loss(
+        hidden, targets, head, objective, layout, mask, padded_advantages, padded, chunk_rows
+    )
+    with torch.no_grad():
+        _, stats = grpo_loss(
+            layout.pad(logprobs), padded_advantages, mask, objective, entropy=layout.pad(entropy), **padded
+        )
+    return loss, _flat_stats(stats, logprobs, entropy)
+
+
+def _score(
+    hidden: Tensor,
+    targets: Tensor,
+    head: _Head,
+    chunk_rows: int,
+    return_entropy: bool,
+    entropy_requires_grad: bool,
+) -> LogProbs:
+    with_slope = head.need_hidden and not head.trains
+    logprobs, entropy, *_ = linear_logprob_op(
+        hidden,
+        head.weight,
+        targets,
+        head.bias,
+        head.temperature,
+        head.logit_scale,
+        head.softcap,
+        chunk_rows,
+        head.compute_dtype,
+        return_entropy,
+        with_slope,
+        with_slope and return_entropy and entropy_requires_grad,
+    )
+    if not return_entropy:
+        return LogProbs(logprobs, None)
+    return LogProbs(logprobs, entropy if entropy_requires_grad else entropy.detach())
+
+
+def _row_local_loss(
+    hidden: Tensor,
+    targets: Tensor,
+    head: _Head,
+    objective: Objective,
+    layout: _Segments,
+    mask: Tensor,
+    advantages: Tensor,
+    padded: dict[str, Tensor | None],
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sampler_ratio = padded["sampler_ratio"]
+    phi = multiplier = None
+    if objective.loss_type == "vespo":
+        phi = vespo_weights(objective, torch.zeros_like(mask), advantages, mask, sampler_ratio).expand_as(mask)
+    elif sampler_ratio is not None:
+        multiplier = sampler_ratio.expand_as(mask)
+    entropy_weights = None
+    if objective.entropy_coef != 0.0:
+        entropy_weights = objective.entropy_coef * mask / mask.sum().clamp(min=1.0) / objective.accumulation
+    flat = [
+        None if x is None else layout.unpad(x).to(mask.dtype)
+        for x in (
+            advantages.expand_as(mask),
+            padded["old_logprobs"],
+            padded["ref_logprobs"],
+            multiplier,
+            phi,
+            objective.token_weights(mask),
+            entropy_weights,
+        )
+    ]
+    loss, logprobs, entropy, *_ = linear_grpo_op(
+        hidden,
+        head.weight,
+        targets,
+        head.bias,
+        *flat,
+        head.temperature,
+        head.logit_scale,
+        head.softcap,
+        chunk_rows,
+        head.compute_dtype,
+        objective.loss_type,
+        objective_constants(objective),
+        True,
+        head.need_hidden,
+        head.need_weight,
+        head.need_bias,
+    )
+    return loss, logprobs.detach(), entropy.detach()
+
+
+class _Segments:
+    """Between rows one after the other, `[N]`, and sequences side by side, `[B, T]`."""
+
+    def __init__(self, segments: Tensor, count: int) -> None:
+        if segments.dim() != 1 or segments.dtype not in (torch.int32, torch.int64) or segments.numel() == 0:
+            raise ValueError(
+                f"segments is {segments.dtype} of shape {tuple(segments.shape)}; give [B + 1] int32 or int64 offsets."
+            )
+        offsets = segments.long()
+        lengths = offsets.diff()
+        ends = offsets[[0, -1]].tolist()
+        if ends != [0, count] or bool((lengths < 0).any()):
+            raise ValueError(
+                f"segments runs from {ends[0]} to {ends[1]}; it must start at 0, never fall, and end at the {count} rows "
+                "of hidden."
+            )
+        self.count, self.batch = count, lengths.numel()
+        width = int(lengths.max()) if self.batch else 0
+        columns = torch.arange(width, device=segments.device)
+        self._inside = columns < lengths.unsqueeze(1)
+        self._index = (offsets[:-1].unsqueeze(1) + columns).clamp(max=max(count - 1, 0))
+
+    def pad(self, values: Tensor | None) -> Tensor | None:
+        """`[N]` to `[B, T]`, 0 behind the end of a sequence."""
+        if values is None:
+            return None
+        if self.count == 0:
+            return values.new_zeros(self._inside.shape) + values.sum()
+        return torch.where(self._inside, values[self._index], torch.zeros((), dtype=values.dtype, device=values.device))
+
+    def unpad(self, values: Tensor) -> Tensor:
+        """`[B, T]` to `[N]`."""
+        return values[self._inside]
+
+    def is_per_row(self, values: Tensor) -> bool:
+        """Whether `values` is `[N]`; where B == N it is one value a sequence."""
+        return values.shape[0] != self.batch
+
+    def pad_or_keep(self, values: Tensor | None) -> Tensor | None:
+        """`[B]` to `[B, 1]`, `[N]` to `[B, T]`."""
+        if values is None:
+            return None
+        return self.pad(values) if self.is_per_row(values) else values.unsqueeze(1)
+
+
+def _flat_stats(stats: GRPOStats, logprobs: Tensor, entropy: Tensor) -> GRPOStats:
+    return replace(stats, logprobs=logprobs.detach(), entropy=entropy.detach())
+
+
+def _chunk_rows(plan: ChunkPlan, hidden: Tensor, head: _Head, with_entropy: bool) -> int:
+    # logits; a second buffer where both z and exp(z) are needed; a third for the slope of a softcap.
+    gradient = head.need_hidden or head.trains
+    buffers = 1 + with_entropy + (head.softcap is not None and gradient)
+    itemsize = accumulation_dtype(head.compute_dtype).itemsize
+    return plan.rows(hidden.shape[0], head.weight.shape[0], buffers, itemsize, hidden.device)
+
+
+def _check_head(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    compute_dtype: torch.dtype | None,
+) -> _Head:
+    for name, value in (("hidden", hidden), ("weight", weight), ("targets", targets), ("bias", bias)):
+        if not isinstance(value, Tensor) and not (name == "bias" and value is None):
+            raise TypeError(f"{name} is a {type(value).__name__}; give a torch.Tensor.")
+    if hidden.dim() != 2:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)}; it must be [N, H]: one row a scored token. "
+            "Flatten batch and time with hidden.reshape(-1, hidden.shape[-1])."
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.shape[0] == 0:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; with hidden {tuple(hidden.shape)} it must be [V, {hidden.shape[1]}] "
+            "with V >= 1, as the weight of an lm_head is."
+        )
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets has shape {tuple(targets.shape)}; it must be [{hidden.shape[0]}], one id a row.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{weight.shape[0]}], one entry a word.")
+    if targets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"targets is {targets.dtype}; it must be torch.int32 or torch.int64 token ids.")
+    for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if value is not None and value.dtype not in _FLOATS:
+            raise TypeError(f"{name} is {value.dtype}; it must be bfloat16, float16 or float32 (float64 to verify).")
+        if value is not None and value.device != hidden.device:
+            raise ValueError(f"{name} is on {value.device} and hidden on {hidden.device}; move both to one device.")
+    if targets.device != hidden.device:
+        raise ValueError(f"targets is on {targets.device} and hidden on {hidden.device}; move both to one device.")
+    if not temperature > 0 or temperature == float("inf"):
+        raise ValueError(f"temperature is {temperature}; it must be a finite number above 0.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; it must be above 0, or None for no softcap.")
+    if not abs(logit_scale) < float("inf"):
+        raise ValueError(f"logit_scale is {logit_scale}; it must be finite.")
+    recording = torch.is_grad_enabled()
+    return _Head(
+        weight,
+        bias,
+        float(temperature),
+        float(logit_scale),
+        None if softcap is None else float(softcap),
+        _resolve_compute_dtype(hidden, compute_dtype),
+        recording and hidden.requires_grad,
+        recording and weight.requires_grad,
+        recording and bias is not None and bias.requires_grad,
+    )
+
+
+def _resolve_compute_dtype(hidden: Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:
+    if compute_dtype is None:
+        device = hidden.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if compute_dtype not in _FLOATS:
+        raise TypeError(
+            f"compute_dtype is {compute_dtype}; it must be torch.bfloat16, float16 or float32 (float64 to verify), or "
+            "None to follow autocast or hidden."
+        )
+    return compute_dtype
+
+
+def _check_values(hidden: Tensor, values: dict[str, Tensor | None], lengths: set[int]) -> None:
+    for name, value in values.items():
+        if value is None:
+            continue
+        if value.dim() != 1 or value.shape[0] not in lengths:
+            wanted = " or ".join(f"[{length}]" for length in sorted(lengths))
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {wanted}.")
+        if value.device != hidden.device:
+            raise ValueError(f"{name} is on {value.device} and hidden on {hidden.device}; move both to one device.")
+        if name != "loss_mask" and not value.is_floating_point():
+            raise TypeError(f"{name} is {value.dtype}; it must be a float tensor.")

@@ -1,0 +1,214 @@
+"""The head's building blocks in torch ops: what hand-written kernels replace, one block of `[R, V]` logits at a time.
+
+Only ops that CPU, CUDA and MPS all have are used, and every row is independent of its neighbours.
+
+Numerics: `log p_t = -softplus(log(sum of the others) - z_t)` and `1 - p_t = -expm1(log p_t)`, so nothing is lost as
+`p_t -> 1`. Logits keep the precision their products were summed in (32 or 64 bit); they are never rounded below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# exp() of this is 0 in float32 and float64, and its product with 0 is 0, which -inf's is not.
+_EXP_IS_ZERO = -1.0e5
+# Rows of a weight that are converted at a time where its dtype is not the one of the products.
+_CONVERTED_ROWS = 8192
+
+
+class Transform(NamedTuple):
+    """
+    From products to logits: `z = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature`.
+
+    Gradients of `z` are kept without the constant factor `outer`, which is applied to the small `[R, H]` results.
+    """
+
+    temperature: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def outer(self) -> float:
+        """The constant factor of dz / d product."""
+        return self.logit_scale / self.temperature
+
+    def apply_(self, products: Tensor) -> Tensor:
+        """Turns products into logits in place."""
+        if self.softcap is None:
+            return products if self.outer == 1.0 else products.mul_(self.outer)
+        return products.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """dz / d product without `outer`: `1 - tanh^2` of a softcap, None where it is 1."""
+        if self.softcap is None:
+            return None
+        return logits.mul(self.temperature / self.softcap).square_().neg_().add_(1.0)
+
+
+class RowPass(NamedTuple):
+    """Statistics of R rows of logits, each `[R]`, and their `[R, V]` gradients up to `Transform.outer`, where wanted."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    logprob_grad: Tensor | None
+    entropy_grad: Tensor | None
+
+
+def row_pass(
+    logits: Tensor,
+    targets: Tensor,
+    transform: Transform,
+    *,
+    with_entropy: bool = False,
+    with_logprob_grad: bool = False,
+    with_entropy_grad: bool = False,
+) -> RowPass:
+    """
+    Log-prob of the target, entropy (nats) and log-sum-exp of every row, and what `hidden` and `weight` get from them.
+
+    Args:
+        logits: `[R, V]` fp32 or fp64, overwritten.
+        targets: `[R]` int64 in `[0, V)`.
+        transform: how `logits` came from the products.
+        with_entropy: compute the entropy.
+        with_logprob_grad: compute d logprob / d product: `onehot - p`.
+        with_entropy_grad: compute d entropy / d product: `-p (log p + entropy)`; needs `with_entropy`.
+
+    Returns:
+        RowPass. A row that holds NaN, or only -inf, is NaN, alone.
+    """
+    column = targets.unsqueeze(1)
+    slope = transform.slope(logits) if with_logprob_grad or with_entropy_grad else None
+    target = logits.gather(1, column)
+    peak = logits.amax(1, keepdim=True)
+    shifted = logits.sub_(peak)
+    if with_entropy:
+        shifted.clamp_(min=_EXP_IS_ZERO)
+        mass = shifted.exp()
+        weighted = shifted.mul_(mass)
+        weighted_sum = weighted.sum(1, keepdim=True)
+    else:
+        mass = shifted.exp_()
+    target_mass = mass.gather(1, column)
+    others = mass.scatter_(1, column, 0.0).sum(1, keepdim=True)
+    total = others + target_mass
+    log_total = total.log()
+    logprobs = -_log1pexp(others.log() + (peak - target))
+
+    entropy = entropy_grad = logprob_grad = None
+    if with_entropy:
+        entropy = log_total - weighted_sum / total
+    if with_entropy_grad:
+        mass.scatter_(1, column, target_mass)
+        entropy_grad = weighted.addcmul_(mass, entropy - log_total).mul_(-total.reciprocal())
+    if with_logprob_grad:
+        logprob_grad = mass.mul_(-total.reciprocal())
+        logprob_grad.scatter_(1, column, -torch.expm1(logprobs))
+    if slope is not None:
+        for grad in (entropy_grad, logprob_grad):
+            if grad is not None:
+                grad.mul_(slope)
+    return RowPass(
+        logprobs.squeeze(1),
+        None if entropy is None else entropy.squeeze(1),
+        (peak + log_total).squeeze(1),
+        logprob_grad,
+        entropy_grad,
+    )
+
+
+def row_grad(
+    logits: Tensor,
+    targets: Tensor,
+    transform: Transform,
+    logprobs: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor | None,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """
+    The gradient that the products of R rows receive, up to `Transform.outer`, from recomputed logits and saved statistics.
+
+    Args:
+        logits: `[R, V]`, bit for bit what `row_pass` saw; overwritten.
+        targets: `[R]` int64 in `[0, V)`.
+        transform: how `logits` came from the products.
+        logprobs, lse, entropy: `[R]` as `row_pass` returned them.
+        grad_logprobs, grad_entropy: `[R]` incoming gradients; None = none.
+
+    Returns:
+        `[R, V]`.
+    """
+    slope = transform.slope(logits)
+    log_p = logits.sub_(lse.unsqueeze(1))
+    at_target = None
+    if grad_logprobs is not None:
+        at_target = -torch.expm1(logprobs) * grad_logprobs
+    if grad_entropy is None:
+        grad = log_p.exp_().mul_(-grad_logprobs.unsqueeze(1))
+    else:
+        log_p.clamp_(min=_EXP_IS_ZERO)
+        offset = entropy * grad_entropy
+        if grad_logprobs is not None:
+            offset = offset + grad_logprobs
+            target_log_p = logprobs.clamp(min=_EXP_IS_ZERO)
+            at_target = at_target - grad_entropy * target_log_p.exp() * (target_log_p + entropy)
+        mass = log_p.exp()
+        grad = log_p.mul_(grad_entropy.unsqueeze(1)).add_(offset.unsqueeze(1)).mul_(mass).neg_()
+    if at_target is not None:
+        grad.scatter_(1, targets.unsqueeze(1), at_target.unsqueeze(1))
+    return grad if slope is None else grad.mul_(slope)
+
+
+def project(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype, accumulate: torch.dtype
+) -> Tensor:
+    """
+    The products `hidden @ weight.T + bias`, summed and kept in `accumulate`.
+
+    Args:
+        hidden: `[R, H]`.
+        weight: `[V, H]`.
+        bias: `[V]` or None.
+        compute_dtype: what both operands are rounded to first.
+        accumulate: fp32 or fp64.
+
+    Returns:
+        `[R, V]`.
+    """
+    products = torch.empty(hidden.shape[0], weight.shape[0], dtype=accumulate, device=hidden.device)
+    hidden = hidden.to(compute_dtype).to(accumulate)
+    for rows, block in _operand_blocks(weight, compute_dtype, accumulate):
+        torch.mm(hidden, block.t(), out=products[:, rows])
+    if bias is not None:
+        products.add_(bias.to(accumulate))
+    return products
+
+
+def back_project(grad: Tensor, weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    """`grad @ weight`: `[R, V]` by `[V, H]` to `[R, H]` in `grad`'s dtype, with the weight rounded as in `project`."""
+    out = torch.zeros(grad.shape[0], weight.shape[1], dtype=grad.dtype, device=grad.device)
+    for rows, block in _operand_blocks(weight, compute_dtype, grad.dtype):
+        out.addmm_(grad[:, rows], block)
+    return out
+
+
+def _operand_blocks(
+    weight: Tensor, compute_dtype: torch.dtype, accumulate: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
+    # A weight in another dtype is converted block by block, so that no second [V, H] copy exists.
+    vocabulary = weight.shape[0]
+    size = vocabulary if weight.dtype == compute_dtype == accumulate else _CONVERTED_ROWS
+    for start in range(0, vocabulary, max(size, 1)):
+        rows = slice(start, min(start + size, vocabulary))
+        yield rows, weight[rows].to(compute_dtype).to(accumulate)
+
+
+def _log1pexp(x: Tensor) -> Tensor:
+    return torch.logaddexp(x, torch.zeros_like(x))

@@ -1,0 +1,466 @@
+"""The head as torch custom ops: `fastgrpo::linear_logprob`, its backward, and `fastgrpo::linear_grpo`.
+
+An op's forward cannot see what needs a gradient, so callers pass flags; every op always returns the same number of
+tensors, empty where unused. Chunks own whole vocabulary rows. Rows whose target lies outside `[0, V)` are never computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgrpo.kernels.reference import Transform, back_project, project, row_grad, row_pass
+from fastgrpo.objective import Objective, TokenTerms, token_grad, token_terms
+
+
+def accumulation_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are kept in: fp32, or fp64 for fp64 products."""
+    return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("fastgrpo::linear_logprob", mutates_args=())
+def linear_logprob_op(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    chunk_rows: int,
+    compute_dtype: torch.dtype,
+    with_entropy: bool,
+    with_logprob_slope: bool,
+    with_entropy_slope: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """
+    Log-probs, entropies and log-sum-exps of `hidden @ weight.T`, and what `hidden` receives from the first two.
+
+    Args:
+        hidden: `[N, H]`.
+        weight: `[V, H]`.
+        targets: `[N]` int64.
+        bias: `[V]` or None.
+        temperature, logit_scale, softcap: see `fastgrpo.kernels.reference.Transform`.
+        chunk_rows: rows of logits alive at once.
+        compute_dtype: dtype of the operands of the products.
+        with_entropy: fill `entropy`.
+        with_logprob_slope, with_entropy_slope: fill the slopes, for a head that needs no gradient itself.
+
+    Returns:
+        logprobs `[N]`, entropy `[N]`, lse `[N]`, dlogprob/dhidden `[N, H]`, dentropy/dhidden `[N, H]`, in fp32 (fp64).
+    """
+    transform = Transform(temperature, logit_scale, softcap)
+    dtype = accumulation_dtype(compute_dtype)
+    logprobs, lse = hidden.new_zeros(hidden.shape[0], dtype=dtype), hidden.new_zeros(hidden.shape[0], dtype=dtype)
+    entropy = _zeros_if(with_entropy, hidden, (hidden.shape[0],), dtype)
+    logprob_slope = _zeros_if(with_logprob_slope, hidden, hidden.shape, dtype)
+    entropy_slope = _zeros_if(with_entropy_slope, hidden, hidden.shape, dtype)
+    rows = _computed_rows(targets, weight.shape[0])
+    with torch.autocast(hidden.device.type, enabled=False):
+        for index in _chunks(rows, chunk_rows):
+            chunk_targets = targets[index]
+            logits = transform.apply_(project(hidden[index], weight, bias, compute_dtype, dtype))
+            result = row_pass(
+                logits,
+                chunk_targets,
+                transform,
+                with_entropy=with_entropy,
+                with_logprob_grad=with_logprob_slope,
+                with_entropy_grad=with_entropy_slope,
+            )
+            logprobs.index_copy_(0, index, result.logprobs)
+            lse.index_copy_(0, index, result.lse)
+            if with_entropy:
+                entropy.index_copy_(0, index, result.entropy)
+            for slope, grad in ((logprob_slope, result.logprob_grad), (entropy_slope, result.entropy_grad)):
+                if grad is not None:
+                    slope.index_copy_(0, index, back_project(grad, weight, compute_dtype).mul_(transform.outer))
+    return logprobs, entropy, lse, logprob_slope, entropy_slope
+
+
+@linear_logprob_op.register_fake
+def _(
+    hidden,
+    weight,
+    targets,
+    bias,
+    temperature,
+    logit_scale,
+    softcap,
+    chunk_rows,
+    compute_dtype,
+    with_entropy,
+    with_logprob_slope,
+    with_entropy_slope,
+):
+    dtype = accumulation_dtype(compute_dtype)
+    count, width = hidden.shape
+    return (
+        hidden.new_empty(count, dtype=dtype),
+        hidden.new_empty(count if with_entropy else 0, dtype=dtype),
+        hidden.new_empty(count, dtype=dtype),
+        hidden.new_empty((count, width) if with_logprob_slope else 0, dtype=dtype),
+        hidden.new_empty((count, width) if with_entropy_slope else 0, dtype=dtype),
+    )
+
+
+def _logprob_context(ctx, inputs, output) -> None:
+    hidden, weight, targets, bias, *ctx.head_options, _, ctx.with_logprob_slope, ctx.with_entropy_slope = inputs
+    logprobs, entropy, lse, logprob_slope, entropy_slope = output
+    ctx.set_materialize_grads(False)
+    ctx.hidden_dtype, ctx.vocabulary = hidden.dtype, weight.shape[0]
+    if ctx.with_logprob_slope:
+        ctx.save_for_backward(targets, logprob_slope, entropy_slope)
+    else:
+        ctx.save_for_backward(hidden, weight, targets, bias, logprobs, entropy, lse)
+
+
+def _logprob_backward(ctx, grad_logprobs, grad_entropy, *_):
+    no_options = (None,) * (len(ctx.head_options) + 3)
+    if grad_logprobs is None and grad_entropy is None:
+        return None, None, None, None, *no_options
+    if ctx.with_logprob_slope:
+        targets, logprob_slope, entropy_slope = ctx.saved_tensors
+        computed = (targets >= 0) & (targets < ctx.vocabulary)
+        grad = 0
+        if grad_logprobs is not None:
+            grad = torch.where(computed, grad_logprobs, 0.0).unsqueeze(1) * logprob_slope
+        if grad_entropy is not None and ctx.with_entropy_slope:
+            grad = grad + torch.where(computed, grad_entropy, 0.0).unsqueeze(1) * entropy_slope
+        return grad.to(ctx.hidden_dtype), None, None, None, *no_options
+    hidden, weight, targets, bias, logprobs, entropy, lse = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    grads = linear_logprob_backward_op(
+        grad_logprobs,
+        grad_entropy,
+        hidden,
+        weight,
+        targets,
+        bias,
+        logprobs,
+        entropy,
+        lse,
+        *ctx.head_options,
+        needs[0],
+        needs[1],
+        needs[3],
+    )
+    grad_hidden, grad_weight, grad_bias = (
+        grad if grad.numel() or need else None for grad, need in zip(grads, (needs[0], needs[1], needs[3]), strict=True)
+    )
+    return grad_hidden, grad_weight, None, grad_bias, *no_options
+
+
+linear_logprob_op.register_autograd(_logprob_backward, setup_context=_logprob_context)
+
+
+@torch.library.custom_op("fastgrpo::linear_logprob_backward", mutates_args=())
+def linear_logprob_backward_op(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    logprobs: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    chunk_rows: int,
+    compute_dtype: torch.dtype,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Gradients of `fastgrpo::linear_logprob` for a head that trains: every chunk of logits is computed once more.
+
+    Args:
+        grad_logprobs, grad_entropy: `[N]` or None. Rows where both are 0 are not computed.
+        logprobs, entropy, lse: what the forward returned.
+        need_hidden, need_weight, need_bias: which gradients to compute.
+        The others as in the forward.
+
+    Returns:
+        Gradients of hidden, weight and bias in their dtypes, summed in fp32 (fp64); empty where not needed.
+    """
+    transform = Transform(temperature, logit_scale, softcap)
+    gradients = _HeadGradients(hidden, weight, bias, compute_dtype, need_hidden, need_weight, need_bias)
+    alive = torch.zeros_like(targets, dtype=torch.bool)
+    for grad in (grad_logprobs, grad_entropy):
+        if grad is not None:
+            alive |= grad != 0
+    rows = _computed_rows(targets, weight.shape[0], alive)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for index in _chunks(rows, chunk_rows):
+            logits = transform.apply_(project(hidden[index], weight, bias, compute_dtype, gradients.dtype))
+            grad = row_grad(
+                logits,
+                targets[index],
+                transform,
+                logprobs[index],
+                lse[index],
+                None if grad_logprobs is None else grad_logprobs[index].to(gradients.dtype),
+                None if grad_entropy is None else entropy[index],
+                None if grad_entropy is None else grad_entropy[index].to(gradients.dtype),
+            )
+            gradients.add(index, grad, transform.outer)
+    return gradients.result()
+
+
+@linear_logprob_backward_op.register_fake
+def _(
+    grad_logprobs,
+    grad_entropy,
+    hidden,
+    weight,
+    targets,
+    bias,
+    logprobs,
+    entropy,
+    lse,
+    temperature,
+    logit_scale,
+    softcap,
+    chunk_rows,
+    compute_dtype,
+    need_hidden,
+    need_weight,
+    need_bias,
+):
+    return _fake_gradients(hidden, weight, bias, need_hidden, need_weight, need_bias)
+
+
+@torch.library.custom_op("fastgrpo::linear_grpo", mutates_args=())
+def linear_grpo_op(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    advantages: Tensor,
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    multiplier: Tensor | None,
+    phi: Tensor | None,
+    token_weights: Tensor,
+    entropy_weights: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    chunk_rows: int,
+    compute_dtype: torch.dtype,
+    loss_type: str,
+    constants: list[float],
+    with_entropy: bool,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """
+    The loss of a row-local objective and all its gradients in one pass over the logits, nothing recomputed.
+
+    Args:
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, chunk_rows, compute_dtype: as `linear_logprob`.
+        advantages, old_logprobs, ref_logprobs, multiplier, phi: `[N]`, see `fastgrpo.objective.token_terms`.
+        token_weights: `[N]` what each token's loss counts, see `Objective.token_weights`.
+        entropy_weights: `[N]` what each token's entropy takes off the loss, or None.
+        loss_type, constants: see `objective_constants`.
+        with_entropy: fill `entropy`.
+        need_hidden, need_weight, need_bias: which gradients to compute.
+
+    Returns:
+        loss (0-d), logprobs `[N]`, entropy `[N]`, and d loss / d hidden, weight, bias; empty where unused.
+    """
+    transform = Transform(temperature, logit_scale, softcap)
+    objective = objective_from_constants(loss_type, constants)
+    gradients = _HeadGradients(hidden, weight, bias, compute_dtype, need_hidden, need_weight, need_bias)
+    logprobs = hidden.new_zeros(hidden.shape[0], dtype=gradients.dtype)
+    entropy = _zeros_if(with_entropy, hidden, (hidden.shape[0],), gradients.dtype)
+    any_gradient = need_hidden or need_weight or need_bias
+    alive = torch.full_like(targets, any_gradient, dtype=torch.bool)
+    if objective.beta == 0.0 and entropy_weights is None:
+        alive &= advantages != 0
+    with torch.autocast(hidden.device.type, enabled=False):
+        for with_grad, wanted in ((True, alive), (False, ~alive)):
+            for index in _chunks(_computed_rows(targets, weight.shape[0], wanted), chunk_rows):
+                chunk_targets = targets[index]
+                logits = transform.apply_(project(hidden[index], weight, bias, compute_dtype, gradients.dtype))
+                result = row_pass(
+                    logits,
+                    chunk_targets,
+                    transform,
+                    with_entropy=with_entropy,
+                    with_logprob_grad=with_grad,
+                    with_entropy_grad=with_grad and entropy_weights is not None,
+                )
+                logprobs.index_copy_(0, index, result.logprobs)
+                if with_entropy:
+                    entropy.index_copy_(0, index, result.entropy)
+                if with_grad:
+                    coefficient = token_weights[index] * token_grad(
+                        objective,
+                        result.logprobs,
+                        advantages[index],
+                        *(None if x is None else x[index] for x in (old_logprobs, ref_logprobs, multiplier, phi)),
+                    )
+                    grad = result.logprob_grad.mul_(coefficient.unsqueeze(1))
+                    if entropy_weights is not None:
+                        grad.add_(result.entropy_grad.mul_(-entropy_weights[index].unsqueeze(1)))
+                    gradients.add(index, grad, transform.outer)
+    log_ratio = logprobs - (logprobs if old_logprobs is None else old_logprobs)
+    terms: TokenTerms = token_terms(objective, logprobs, advantages, log_ratio, ref_logprobs, multiplier, phi)
+    counted = token_weights != 0
+    loss = (torch.where(counted, terms.loss, 0.0) * token_weights).sum()
+    if entropy_weights is not None:
+        loss = loss - (entropy * entropy_weights).sum()
+    return loss, logprobs, entropy, *gradients.result()
+
+
+@linear_grpo_op.register_fake
+def _(
+    hidden,
+    weight,
+    targets,
+    bias,
+    advantages,
+    old_logprobs,
+    ref_logprobs,
+    multiplier,
+    phi,
+    token_weights,
+    entropy_weights,
+    temperature,
+    logit_scale,
+    softcap,
+    chunk_rows,
+    compute_dtype,
+    loss_type,
+    constants,
+    with_entropy,
+    need_hidden,
+    need_weight,
+    need_bias,
+):
+    dtype = accumulation_dtype(compute_dtype)
+    count = hidden.shape[0]
+    return (
+        hidden.new_empty((), dtype=dtype),
+        hidden.new_empty(count, dtype=dtype),
+        hidden.new_empty(count if with_entropy else 0, dtype=dtype),
+        *_fake_gradients(hidden, weight, bias, need_hidden, need_weight, need_bias),
+    )
+
+
+def _grpo_context(ctx, inputs, output) -> None:
+    ctx.needs = inputs[-3:]
+    ctx.inputs = len(inputs)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[3:])
+
+
+def _grpo_backward(ctx, grad_loss, *_):
+    grads = [None] * ctx.inputs
+    if grad_loss is not None:
+        # hidden, weight and bias are inputs 0, 1 and 3.
+        for position, need, grad in zip((0, 1, 3), ctx.needs, ctx.saved_tensors, strict=True):
+            if need:
+                grads[position] = (grad_loss * grad).to(grad.dtype)
+    return tuple(grads)
+
+
+linear_grpo_op.register_autograd(_grpo_backward, setup_context=_grpo_context)
+
+
+def objective_constants(objective: Objective) -> list[float]:
+    """The numbers of a token-level objective in the order of `ObjectiveParams` in `csrc/math/objective.h`."""
+    return [
+        objective.epsilon,
+        objective.upper_epsilon,
+        float("inf") if objective.delta is None else objective.delta,
+        objective.beta,
+        float(objective.use_bias_correction_kl),
+        objective.sapo_temperature_pos,
+        objective.sapo_temperature_neg,
+    ]
+
+
+def objective_from_constants(loss_type: str, constants: list[float]) -> Objective:
+    """The token-level objective that `objective_constants` came from; normalisers are no part of it."""
+    epsilon, epsilon_high, delta, beta, bias_correction, tau_pos, tau_neg = constants
+    return Objective(
+        loss_type=loss_type,
+        epsilon=epsilon,
+        epsilon_high=epsilon_high,
+        delta=None if delta == float("inf") else delta,
+        beta=beta,
+        use_bias_correction_kl=bool(bias_correction),
+        sapo_temperature_pos=tau_pos,
+        sapo_temperature_neg=tau_neg,
+        max_completion_length=1,
+    )
+
+
+class _HeadGradients:
+    """Sums of the head's gradients over chunks, in fp32 (fp64), rounded once to the dtypes of the inputs."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        compute_dtype: torch.dtype,
+        need_hidden: bool,
+        need_weight: bool,
+        need_bias: bool,
+    ) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.compute_dtype, self.dtype = compute_dtype, accumulation_dtype(compute_dtype)
+        self.grad_hidden = _zeros_if(need_hidden, hidden, hidden.shape, hidden.dtype)
+        self.grad_weight = _zeros_if(need_weight, weight, weight.shape, self.dtype)
+        self.grad_bias = _zeros_if(need_bias, weight, weight.shape[:1], self.dtype)
+        self.needs = need_hidden, need_weight, need_bias
+
+    def add(self, index: Tensor, grad: Tensor, outer: float) -> None:
+        """Adds the chunk of rows `index`, whose products receive `outer * grad` (`[R, V]`)."""
+        need_hidden, need_weight, need_bias = self.needs
+        if need_hidden:
+            grad_hidden = back_project(grad, self.weight, self.compute_dtype).mul_(outer)
+            self.grad_hidden.index_copy_(0, index, grad_hidden.to(self.hidden.dtype))
+        if need_weight:
+            rows = self.hidden[index].to(self.compute_dtype).to(self.dtype)
+            self.grad_weight.addmm_(grad.t(), rows, alpha=outer)
+        if need_bias:
+            self.grad_bias.add_(grad.sum(0), alpha=outer)
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of hidden, weight and bias; empty where not needed."""
+        bias_dtype = self.weight.dtype if self.bias is None else self.bias.dtype
+        return self.grad_hidden, self.grad_weight.to(self.weight.dtype), self.grad_bias.to(bias_dtype)
+
+
+def _fake_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, need_hidden: bool, need_weight: bool, need_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        hidden.new_empty(hidden.shape if need_hidden else 0),
+        weight.new_empty(weight.shape if need_weight else 0),
+        (weight if bias is None else bias).new_empty(weight.shape[0] if need_bias else 0),
+    )
+
+
+def _zeros_if(wanted: bool, like: Tensor, shape, dtype: torch.dtype) -> Tensor:
+    return like.new_zeros(shape if wanted else 0, dtype=dtype)
+
+
+def _chunks(rows: Tensor, chunk_rows: int) -> tuple[Tensor, ...]:
+    return rows.split(chunk_rows) if rows.numel() else ()
+
+
+def _computed_rows(targets: Tensor, vocabulary: int, wanted: Tensor | None = None) -> Tensor:
+    keep = (targets >= 0) & (targets < vocabulary)
+    if wanted is not None:
+        keep = keep & wanted
+    return keep.nonzero().squeeze(1)

@@ -1,0 +1,7 @@
+"""What wires fastgrpo into TRL's `GRPOTrainer`."""
+
+from fastgrpo.trl.compat import UnsupportedError
+from fastgrpo.trl.config import Options
+from fastgrpo.trl.patch import Patch, patch, unpatch
+
+__all__ = ["Options", "Patch", "UnsupportedError", "patch", "unpatch"]

@@ -1,0 +1,133 @@
+"""What of the installed TRL, and of a trainer, the patch can work with. Everything else is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import version
+
+import torch
+from packaging.version import Version
+from trl import GRPOTrainer
+
+TRL_RANGE = ("1.16", "1.17")
+SCORING_METHOD = "_get_per_token_logps_and_entropies"
+LOSS_METHOD = "_compute_loss"
+HEAD_NAME = "_ChunkedLogProbFunction"
+
+_SCORING_PARAMETERS = (
+    "self",
+    "model",
+    "input_ids",
+    "attention_mask",
+    "logits_to_keep",
+    "batch_size",
+    "compute_entropy",
+    "compute_aux_loss",
+)
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class UnsupportedError(ValueError):
+    """A trainer or an installation that `fastgrpo.patch` cannot speed up without changing results."""
+
+
+def check_installation() -> None:
+    """
+    Raises `UnsupportedError` unless the installed TRL has the names and signatures the patch replaces.
+
+    A version outside the tested range is refused even where the names are there: what they mean may have changed.
+    """
+    installed = Version(version("trl"))
+    low, high = TRL_RANGE
+    if not Version(low) <= installed < Version(high):
+        raise UnsupportedError(
+            f"trl {installed} is installed; this version of fastgrpo works with trl >= {low}, < {high}. "
+            f'Install one of them: pip install "trl>={low},<{high}"'
+        )
+    import trl.trainer.utils as trl_utils
+
+    parameters = tuple(inspect.signature(getattr(GRPOTrainer, SCORING_METHOD)).parameters)
+    if not hasattr(trl_utils, HEAD_NAME) or parameters[: len(_SCORING_PARAMETERS)] != _SCORING_PARAMETERS:
+        raise UnsupportedError(
+            f"trl {installed} is in the supported range, but its `{HEAD_NAME}` or `GRPOTrainer.{SCORING_METHOD}` is not "
+            "what this version of fastgrpo replaces; is it modified? Reinstall trl from its release."
+        )
+
+
+def check_trainer(trainer: GRPOTrainer) -> None:
+    """Raises `TypeError` for what is no GRPOTrainer, `UnsupportedError` for one the patch does not support yet."""
+    if not isinstance(trainer, GRPOTrainer):
+        raise TypeError(
+            f"fastgrpo.patch takes a trl.GRPOTrainer, built and ready; it was given a {type(trainer).__name__}."
+        )
+    for cls in type(trainer).__mro__:
+        if cls.__module__.split(".")[0] in ("unsloth", "unsloth_zoo", "unsloth_compiled_cache"):
+            raise UnsupportedError(
+                f"The trainer's class {cls.__name__} comes from Unsloth, which replaces the same methods; use one or the "
+                "other: start Python without importing unsloth."
+            )
+    if trainer.is_fsdp_enabled:
+        raise UnsupportedError(
+            "The trainer shards its model with FSDP, which is not supported yet; use DDP, or no patch."
+        )
+    if trainer.is_deepspeed_enabled and getattr(trainer.accelerator.state.deepspeed_plugin, "zero_stage", 0) == 3:
+        raise UnsupportedError("The trainer uses DeepSpeed ZeRO-3, which is not supported yet; use ZeRO-2 or lower.")
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in ("cp_size", "sp_size", "tp_size"):
+        if parallelism is not None and getattr(parallelism, name, 1) > 1:
+            raise UnsupportedError(
+                f"parallelism_config.{name} is {getattr(parallelism, name)}; only 1 is supported yet."
+            )
+    _check_model(trainer.model, "model")
+    if trainer.ref_model is not None:
+        _check_model(trainer.accelerator.unwrap_model(trainer.ref_model), "reference model")
+
+
+def overrides(trainer: GRPOTrainer, method: str) -> bool:
+    """Whether the trainer's class, or the trainer itself, brings its own version of a GRPOTrainer method."""
+    return getattr(type(trainer), method) is not getattr(GRPOTrainer, method)
+
+
+def packing_obstacle(trainer: GRPOTrainer) -> str:
+    """Why rows of this trainer must reach the model as TRL pads them; empty where they may be left-packed."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if getattr(model, "_is_stateful", False) or getattr(_base(model), "_is_stateful", False):
+        return "the model carries state-space or linear-attention layers"
+    layers = set(getattr(_base(model).config.get_text_config(), "layer_types", None) or ())
+    if layers - _ATTENTION_LAYERS:
+        return f"the model has layers of type {', '.join(sorted(layers - _ATTENTION_LAYERS))}"
+    if trainer._is_vlm:
+        return "vision-language positions depend on the images"
+    if trainer.args.torch_compile:
+        return "torch_compile=True would compile anew for every width"
+    return ""
+
+
+def accepts_position_ids(trainer: GRPOTrainer) -> bool:
+    """Whether the model's forward takes explicit positions."""
+    return (
+        "position_ids"
+        in inspect.signature(type(_base(trainer.accelerator.unwrap_model(trainer.model))).forward).parameters
+    )
+
+
+def _base(model: torch.nn.Module) -> torch.nn.Module:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _check_model(model: torch.nn.Module, role: str) -> None:
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.is_prompt_learning:
+            raise UnsupportedError(
+                f"The {role}'s adapter {name!r} is prompt learning ({config.peft_type}), which adds virtual tokens; use LoRA."
+            )
+    head = _base(model).get_output_embeddings()
+    linear = getattr(head, "modules_to_save", None)
+    kinds = [type(head)] if linear is None else [type(module) for module in linear.values()]
+    for kind in kinds:
+        if kind is not torch.nn.Linear:
+            raise UnsupportedError(
+                f"The {role}'s output head is a {kind.__module__}.{kind.__name__}; only a plain torch.nn.Linear is supported. "
+                'Leave "lm_head" out of the LoRA target_modules (modules_to_save=["lm_head"] trains it in full), and out of '
+                "quantisation."
+            )

@@ -1,0 +1,43 @@
+"""`Options`: what a patched trainer does differently, and how much memory it may use for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastgrpo.chunking import ChunkPlan
+
+PACKING_CHOICES = ("auto", "left", "none")
+
+
+@dataclass(frozen=True)
+class Options:
+    """
+    Options of `fastgrpo.patch`. None of them changes a result.
+
+    Args:
+        chunk_bytes: device bytes for the logits alive at once; None = 512 MiB, on a CPU 128 MiB.
+        num_chunks: -1 = as many chunks of logits as `chunk_bytes` asks for; n >= 1 = exactly n.
+        logit_chunk_multiplier: multiplies the automatic number of chunks.
+        packing: how a micro-batch reaches the model: `"left"` = real tokens at the left, padding shared by all rows cut;
+            `"none"` = as TRL pads it; `"auto"` = `"left"` wherever that is right for the model.
+
+    Raises:
+        ValueError: a value that is not allowed.
+        TypeError: an unknown name.
+    """
+
+    chunk_bytes: int | None = None
+    num_chunks: int = -1
+    logit_chunk_multiplier: float | None = None
+    packing: str = "auto"
+
+    def __post_init__(self) -> None:
+        self.chunk_plan  # noqa: B018 - raises on bad values
+        if self.packing not in PACKING_CHOICES:
+            allowed = ", ".join(map(repr, PACKING_CHOICES))
+            raise ValueError(f"packing is {self.packing!r}; choose one of {allowed}.")
+
+    @property
+    def chunk_plan(self) -> ChunkPlan:
+        """The chunk options as the head takes them."""
+        return ChunkPlan(self.chunk_bytes, self.num_chunks, self.logit_chunk_multiplier)

@@ -1,0 +1,174 @@
+"""`patch(trainer)` and `unpatch(trainer)`: the only place that replaces anything of TRL."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import trl.trainer.utils as trl_utils
+from trl import GRPOTrainer
+
+from fastgrpo.kernels.backends import REFERENCE, Backend, forget_backend, note_backend
+from fastgrpo.trl.compat import (
+    HEAD_NAME,
+    SCORING_METHOD,
+    accepts_position_ids,
+    check_installation,
+    check_trainer,
+    packing_obstacle,
+)
+from fastgrpo.trl.config import Options
+from fastgrpo.trl.scoring import HeadDispatcher, ScoringMethod
+
+logger = logging.getLogger("fastgrpo")
+
+
+@dataclass
+class Patch:
+    """
+    Handle of a patched trainer; also a context manager that unpatches at its end.
+
+    Attributes:
+        trainer: the patched trainer.
+        options: the options in force.
+        active: False once unpatched.
+    """
+
+    trainer: GRPOTrainer
+    options: Options
+    active: bool = True
+    replaced: list[tuple[Any, str, Any]] = field(default_factory=list, repr=False)
+    """(owner, attribute, what stands there now), in the order of replacement."""
+
+    def unpatch(self) -> None:
+        """Restores the trainer. A second call does nothing. Something put over the patch since then is left, with a warning."""
+        if not self.active:
+            return
+        self.active = False
+        while self.replaced:
+            owner, name, ours = self.replaced.pop()
+            if owner.__dict__.get(name) is ours:
+                delattr(owner, name)
+            else:
+                warnings.warn(
+                    f"fastgrpo.unpatch: {type(owner).__name__}.{name} was replaced by something else after the patch; it is "
+                    "left as it is.",
+                    stacklevel=2,
+                )
+        _release_head()
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.unpatch()
+
+
+def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
+    """
+    Makes a built `GRPOTrainer` compute its log-probs with fastgrpo; everything else stays TRL's.
+
+    Works before, between and after `train()` calls. Results agree with the unpatched trainer's up to the rounding of
+    floating-point sums. Models whose absolute positions TRL shifts by its left padding (GPT-2, OPT) are scored at their
+    real positions.
+
+    Args:
+        trainer: the trainer; its model may be fully trained or carry LoRA adapters.
+        options: see `Options`; None = the defaults.
+
+    Returns:
+        Patch, the handle: `handle.unpatch()` or `fastgrpo.unpatch(trainer)` restores the trainer. A second call with the
+        same options, or none, returns the handle there is.
+
+    Raises:
+        TypeError: not a GRPOTrainer, or options that are no `Options`.
+        UnsupportedError (a ValueError): an installation or a trainer that the patch does not support; nothing is changed.
+        ValueError: already patched with other options.
+    """
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"options is a {type(options).__name__}; give fastgrpo.Options(...) or None.")
+    check_installation()
+    check_trainer(trainer)
+    present = find_patch(trainer)
+    if present is not None:
+        if options is not None and options != present.options:
+            raise ValueError(
+                f"The trainer is patched with {present.options}; to change to {options}, call fastgrpo.unpatch(trainer) first."
+            )
+        return present
+
+    options = options or Options()
+    method = ScoringMethod(
+        trainer,
+        options.chunk_plan,
+        packed=_choose_packing(trainer, options),
+        explicit_positions=accepts_position_ids(trainer),
+    )
+    handle = Patch(trainer, options)
+    method.handle = handle
+    _acquire_head()
+    _replace(handle, trainer, SCORING_METHOD, method)
+    return handle
+
+
+def unpatch(trainer: GRPOTrainer) -> None:
+    """
+    Takes `patch` back: the trainer is as it was.
+
+    Args:
+        trainer: a patched trainer; one that is not patched is left alone.
+    """
+    present = find_patch(trainer)
+    if present is not None:
+        present.unpatch()
+
+
+def find_patch(trainer: GRPOTrainer) -> Patch | None:
+    """The handle of a patched trainer, or None."""
+    method = trainer.__dict__.get(SCORING_METHOD)
+    return method.handle if isinstance(method, ScoringMethod) else None
+
+
+def _replace(handle: Patch, owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
+    handle.replaced.append((owner, name, value))
+
+
+def _choose_packing(trainer: GRPOTrainer, options: Options) -> bool:
+    obstacle = packing_obstacle(trainer)
+    if options.packing == "left" and obstacle:
+        raise ValueError(f"packing='left' is not possible: {obstacle}; use packing='auto' or 'none'.")
+    packed = options.packing != "none" and not obstacle
+    if obstacle and options.packing == "auto":
+        logger.warning("fastgrpo: rows reach the model as TRL pads them, not left-packed: %s.", obstacle)
+    reason = "" if packed else obstacle or "packing='none'"
+    device = trainer.accelerator.device.type
+    note_backend("packing", Backend("left-packed" if packed else "as TRL pads", device, reason))
+    note_backend("trainer head", Backend(REFERENCE, device, ""))
+    return packed
+
+
+_head_users = 0
+
+
+def _acquire_head() -> None:
+    """TRL's fused head looks its kernel up in `trl.trainer.utils` at each call, for every trainer in the process."""
+    global _head_users
+    if not isinstance(getattr(trl_utils, HEAD_NAME), HeadDispatcher):
+        setattr(trl_utils, HEAD_NAME, HeadDispatcher(getattr(trl_utils, HEAD_NAME)))
+        _head_users = 0
+    _head_users += 1
+
+
+def _release_head() -> None:
+    global _head_users
+    _head_users -= 1
+    if _head_users > 0:
+        return
+    present = getattr(trl_utils, HEAD_NAME)
+    if isinstance(present, HeadDispatcher):
+        setattr(trl_utils, HEAD_NAME, present.original)
+    forget_backend("packing")
+    forget_backend("trainer head")

@@ -1,0 +1,211 @@
+"""Log-probs and entropies of a micro-batch, in place of `GRPOTrainer._get_per_token_logps_and_entropies`.
+
+The model runs as TRL runs it, through accelerate's wrapper and the forward that TRL's `add_fused_lm_head` installed. Two
+things differ: rows are left-packed first, and where that forward looks its kernel up, it finds `HeadDispatcher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
+
+from fastgrpo.chunking import ChunkPlan
+from fastgrpo.head import linear_logprob
+from fastgrpo.packing import left_pack
+from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, overrides
+
+_IGNORE = -100
+_OUTPUTS = {"log_probs", "entropy"}
+
+
+@dataclass(frozen=True)
+class _HeadCall:
+    """What the scoring method knows and TRL's forward does not pass on to the kernel."""
+
+    plan: ChunkPlan
+    entropy: str  # "none", "detached" or "differentiable"
+    labels: Tensor | None  # [rows], -100 where nothing is scored; None = as TRL passes them
+
+
+_current_call: ContextVar[_HeadCall | None] = ContextVar("fastgrpo_head_call", default=None)
+
+
+@contextmanager
+def _head_call(call: _HeadCall) -> Iterator[None]:
+    token = _current_call.set(call)
+    try:
+        yield
+    finally:
+        _current_call.reset(token)
+
+
+class HeadDispatcher:
+    """Stands for TRL's fused log-prob function: calls fastgrpo's inside a patched trainer's scoring, TRL's otherwise."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+    ) -> tuple[Tensor | None, ...]:
+        """Takes and returns what TRL's `ChunkedLogProbFunction.apply` does; entropy None where nobody asked for it."""
+        call = _current_call.get()
+        if call is None or not set(outputs) <= _OUTPUTS:
+            return self.original.apply(
+                hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
+            )
+        if call.labels is not None and call.labels.shape == targets.shape:
+            targets = call.labels
+        result = linear_logprob(
+            hidden,
+            weight,
+            targets,
+            bias,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            return_entropy=call.entropy != "none" and "entropy" in outputs,
+            chunk_bytes=call.plan.chunk_bytes,
+            num_chunks=call.plan.num_chunks,
+            logit_chunk_multiplier=call.plan.logit_chunk_multiplier,
+            entropy_requires_grad=call.entropy == "differentiable",
+        )
+        return result.logprobs, result.entropy, None, None, None
+
+
+class ScoringMethod:
+    """
+    The instance attribute that replaces a trainer's `_get_per_token_logps_and_entropies`.
+
+    Args:
+        trainer: whose method it replaces.
+        plan: chunk options of the head.
+        packed: left-pack the rows; False = leave them as TRL pads them.
+        explicit_positions: pass `position_ids`, for models that take them.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, plan: ChunkPlan, packed: bool, explicit_positions: bool) -> None:
+        self.trainer, self.plan, self.packed, self.explicit_positions = trainer, plan, packed, explicit_positions
+        self.handle: object | None = None
+        self._own_method = overrides(trainer, SCORING_METHOD)
+        self._own_loss = overrides(trainer, LOSS_METHOD)
+
+    def __call__(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **model_inputs: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """
+        Log-probs and entropies of the last `logits_to_keep` columns.
+
+        Args:
+            model: policy or reference, as accelerate wrapped it.
+            input_ids, attention_mask: `[B, L]`, prompts left-padded and completions right-padded.
+            logits_to_keep: T, columns to score.
+            batch_size: rows a forward; None = all.
+            compute_entropy: also return entropies.
+            compute_aux_loss: also return the mean load-balancing loss.
+            model_inputs: images and what belongs to them.
+
+        Returns:
+            log-probs `[B, T]`, entropies `[B, T]` or None, auxiliary loss (0-d) or None; 0 outside the mask.
+        """
+        entropy = self._entropy_mode(compute_entropy)
+        if self._own_method or any(value is not None for value in model_inputs.values()):
+            method = getattr(type(self.trainer), SCORING_METHOD)
+            with _head_call(_HeadCall(self.plan, entropy, labels=None)):
+                return method(
+                    self.trainer,
+                    model,
+                    input_ids,
+                    attention_mask,
+                    logits_to_keep,
+                    batch_size,
+                    compute_entropy,
+                    compute_aux_loss,
+                    **model_inputs,
+                )
+        with profiling_context(self.trainer, SCORING_METHOD):
+            rows = batch_size or max(input_ids.shape[0], 1)
+            parts = [
+                self._score(model, ids, mask, logits_to_keep, entropy, compute_aux_loss)
+                for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
+            ]
+            logprobs, entropies, aux_losses = zip(*parts, strict=True)
+            return (
+                torch.cat(logprobs),
+                torch.cat(entropies) if compute_entropy else None,
+                torch.stack(aux_losses).mean() if compute_aux_loss else None,
+            )
+
+    def _entropy_mode(self, compute_entropy: bool) -> str:
+        if not compute_entropy:
+            return "none"
+        # A subclass's own loss may differentiate the entropy; TRL's does so for the bonus only.
+        return "differentiable" if self._own_loss or self.trainer._entropy_bonus_enabled else "detached"
+
+    def _score(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        entropy: str,
+        compute_aux_loss: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        labels = input_ids.masked_fill(attention_mask == 0, _IGNORE)
+        labels[:, :-logits_to_keep] = _IGNORE
+        inputs: dict[str, Tensor | bool] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        packed = None
+        if self.packed and not _scores_a_first_token(attention_mask, labels):
+            packed = left_pack(input_ids, attention_mask)
+            labels = packed.take(labels)
+            inputs = {"input_ids": packed.input_ids}
+            if self.explicit_positions:
+                inputs["position_ids"] = packed.position_ids
+            if compute_aux_loss:
+                # Causal rows that start at their first token need no mask, but the router counts tokens by it.
+                inputs["attention_mask"] = packed.attention_mask
+        if compute_aux_loss:
+            inputs["output_router_logits"] = True
+        call = _HeadCall(self.plan, entropy, labels[:, 1:].reshape(-1))
+        with self.trainer.accelerator.autocast(), _head_call(call):
+            outputs = model(**inputs, labels=labels, fused_lm_head=True)
+
+        def scored(values: Tensor | None) -> Tensor | None:
+            if values is None or packed is None:
+                return values if values is None else values[:, -logits_to_keep:]
+            beside_tokens = torch.nn.functional.pad(values, (1, 0))
+            return packed.restore(beside_tokens)[:, -logits_to_keep:]
+
+        aux_loss = outputs.aux_loss if compute_aux_loss else None
+        return scored(outputs.log_probs), scored(outputs.entropy), aux_loss
+
+
+def _scores_a_first_token(attention_mask: Tensor, labels: Tensor) -> bool:
+    """Whether some row's first real token is to be scored: there is nothing before it but the padding that TRL uses."""
+    first = (attention_mask != 0).cumsum(1) == 1
+    return bool((first & (labels != _IGNORE)).any())

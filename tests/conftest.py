@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+# Threads that spin for work make small CPU tests several times slower on a shared machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,464 @@
+"""Claims about `linear_logprob`: exact against float64, whatever the shape, dtype, transform or mask."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from truth import logits_float64, logprobs_float64, relative_error, worst_row_error
+
+import fastgrpo.ops as ops
+from fastgrpo import linear_logprob
+
+SMALL_CHUNK = 1 << 16
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def make(count: int, width: int, vocabulary: int, dtype: torch.dtype, spread: float = 2.0, with_bias: bool = False):
+    hidden = torch.randn(count, width).to(dtype)
+    weight = (torch.randn(vocabulary, width) * spread / width**0.5).to(dtype)
+    bias = torch.randn(vocabulary).to(dtype) if with_bias else None
+    targets = torch.randint(0, vocabulary, (count,))
+    # A model that has learnt something puts much of its mass on the target.
+    peaked = torch.rand(count) < 0.5
+    if count and vocabulary > 1:
+        hidden[peaked] += 4 * weight[targets[peaked]] / max(spread, 1e-3)
+    return hidden, weight, targets, bias
+
+
+def tolerance(logits: Tensor, dtype: torch.dtype) -> float:
+    finite = logits[logits.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    return (1e-5 if dtype == torch.float32 else 1e-3) + 8 * 2**-24 * largest
+
+
+def check_against_float64(
+    hidden, weight, targets, bias=None, *, frozen: bool, entropy_gradient: bool = True, **options
+) -> None:
+    dtype = hidden.dtype
+    leaves = [x.clone().requires_grad_(not frozen or x is hidden) for x in (hidden, weight)]
+    bias_leaf = None if bias is None else bias.clone().requires_grad_(not frozen)
+    grad_logprobs, grad_entropy = torch.randn(len(targets)), torch.randn(len(targets)) * entropy_gradient
+    out = linear_logprob(
+        leaves[0], leaves[1], targets, bias_leaf, return_entropy=True, chunk_bytes=SMALL_CHUNK, **options
+    )
+    exact = [x.double().requires_grad_(not frozen or x is hidden) for x in (hidden, weight)]
+    exact_bias = None if bias is None else bias.double().requires_grad_(not frozen)
+    logits = logits_float64(exact[0], exact[1], exact_bias, **options)
+    logprobs, entropy = logprobs_float64(logits, targets)
+
+    limit = tolerance(logits.detach(), dtype)
+    error = (out.logprobs.double() - logprobs).abs().max().item() if len(targets) else 0.0
+    assert error <= limit, f"log-prob error {error:.2e} > {limit:.2e}"
+    error = (out.entropy.double() - entropy).abs().max().item() if len(targets) else 0.0
+    assert error <= limit + 1e-5, f"entropy error {error:.2e} > {limit:.2e}"
+    assert out.logprobs.dtype == torch.float32
+
+    (out.logprobs @ grad_logprobs + out.entropy @ grad_entropy).backward()
+    (logprobs @ grad_logprobs.double() + entropy @ grad_entropy.double()).backward()
+    pairs = [(leaves[0], exact[0]), (leaves[1], exact[1])] + ([] if bias is None else [(bias_leaf, exact_bias)])
+    for ours, truth in pairs:
+        if not ours.requires_grad:
+            assert ours.grad is None
+            continue
+        assert ours.grad.dtype == dtype
+        error = relative_error(ours.grad, truth.grad)
+        assert error <= 3e-3, f"relative gradient error {error:.2e}"
+        if ours.dim() == 2:
+            error = worst_row_error(ours.grad, truth.grad)
+            assert error <= 2e-2, f"relative gradient error of the worst row {error:.2e}"
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("count", "width", "vocabulary"),
+    [(0, 64, 257), (1, 72, 7), (7, 100, 1), (129, 64, 50257), (127, 72, 257), (7, 896, 32000), (1, 2048, 8009)],
+)
+def test_equals_float64_at_awkward_shapes(count, width, vocabulary, dtype, frozen):
+    check_against_float64(*make(count, width, vocabulary, dtype), frozen=frozen)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.05},
+        {"temperature": 10.0},
+        {"softcap": 3.0},
+        {"logit_scale": 0.0625},
+        {"logit_scale": 8.0, "softcap": 30.0, "temperature": 0.7},
+    ],
+)
+def test_scale_softcap_and_temperature_apply_in_this_order(options, dtype, frozen):
+    check_against_float64(*make(33, 64, 1001, dtype, with_bias=True), frozen=frozen, **options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(0, 40),
+    width=st.integers(1, 80),
+    vocabulary=st.integers(1, 700),
+    dtype=st.sampled_from(DTYPES),
+    frozen=st.booleans(),
+    with_bias=st.booleans(),
+    entropy_gradient=st.booleans(),
+    temperature=st.floats(0.3, 3.0),
+    softcap=st.one_of(st.none(), st.floats(1.0, 50.0)),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_float64_at_any_shape(
+    count, width, vocabulary, dtype, frozen, with_bias, entropy_gradient, temperature, softcap, seed
+):
+    torch.manual_seed(seed)
+    check_against_float64(
+        *make(count, width, vocabulary, dtype, spread=1.0, with_bias=with_bias),
+        frozen=frozen,
+        entropy_gradient=entropy_gradient,
+        temperature=temperature,
+        softcap=softcap,
+    )
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_ignored_rows_are_zero_and_never_computed(frozen, monkeypatch):
+    hidden, weight, targets, _ = make(20, 64, 257, torch.float32)
+    targets[[0, 3]] = -100
+    targets[[5, 19]] = 257
+    ignored = [0, 3, 5, 19]
+    hidden[ignored] = float("nan")
+    hidden.requires_grad_()
+    weight.requires_grad_(not frozen)
+    rows_projected = []
+    project = ops.project
+    monkeypatch.setattr(ops, "project", lambda h, *rest: rows_projected.append(len(h)) or project(h, *rest))
+    out = linear_logprob(hidden, weight, targets, return_entropy=True)
+    upstream = torch.ones(20)
+    upstream[ignored] = float("nan")
+    torch.autograd.backward([out.logprobs, out.entropy], [upstream, upstream])
+    assert rows_projected == [16] if frozen else [16, 16]
+    for value in (out.logprobs, out.entropy, hidden.grad):
+        assert value[ignored].eq(0).all() and value.isfinite().all()
+    if not frozen:
+        assert weight.grad.isfinite().all()
+
+
+def test_rows_whose_coefficient_is_zero_are_not_recomputed(monkeypatch):
+    hidden, weight, targets, _ = make(20, 64, 257, torch.float32)
+    out = linear_logprob(hidden.requires_grad_(), weight.requires_grad_(), targets)
+    rows_projected = []
+    project = ops.project
+    monkeypatch.setattr(ops, "project", lambda h, *rest: rows_projected.append(len(h)) or project(h, *rest))
+    coefficient = torch.randn(20)
+    coefficient[4:] = 0.0
+    out.logprobs.backward(coefficient)
+    assert rows_projected == [4]
+    assert hidden.grad[4:].eq(0).all() and hidden.grad[:4].ne(0).any()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_nan_in_one_row_stays_in_that_row(frozen):
+    hidden, weight, targets, _ = make(9, 64, 257, torch.float32)
+    clean = hidden.clone().requires_grad_()
+    hidden[4, 10] = float("nan")
+    hidden.requires_grad_()
+    for leaf in (clean, hidden):
+        out = linear_logprob(leaf, weight.detach().requires_grad_(not frozen), targets, return_entropy=True)
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert out.logprobs[4].isnan() and hidden.grad[4].isnan().all()
+    assert out.logprobs[others].isfinite().all()
+    assert torch.equal(hidden.grad[others], clean.grad[others])
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_bias_of_minus_infinity_takes_words_out(frozen):
+    hidden, weight, targets, bias = make(11, 64, 257, torch.float32, with_bias=True)
+    bias[100:] = float("-inf")
+    targets = targets % 100
+    targets[3] = 200
+    leaf = hidden.clone().requires_grad_()
+    head = weight.clone().requires_grad_(not frozen)
+    out = linear_logprob(leaf, head, targets, bias, return_entropy=True)
+    logprobs, entropy = logprobs_float64(logits_float64(hidden, weight, bias), targets)
+    assert out.logprobs[3] == float("-inf")
+    others = [i for i in range(11) if i != 3]
+    assert (out.logprobs - logprobs)[others].abs().max() < 1e-5
+    assert (out.entropy - entropy).abs().max() < 1e-5
+    (out.logprobs[others].sum() + out.entropy[others].sum()).backward()
+    assert leaf.grad.isfinite().all()
+    if not frozen:
+        assert head.grad[100:].eq(0).all() and head.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_huge_logits_neither_overflow_nor_lose_the_gap(size):
+    weight = torch.eye(5) * size
+    hidden = torch.eye(5)[:3].clone().requires_grad_()
+    targets = torch.tensor([0, 0, 2])
+    out = linear_logprob(hidden, weight, targets, return_entropy=True)
+    logprobs, entropy = logprobs_float64(logits_float64(hidden.detach(), weight), targets)
+    assert (out.logprobs - logprobs).abs().max() <= 1e-5 + 8 * 2**-24 * 1e4
+    assert (out.entropy - entropy).abs().max() <= 1e-5
+    out.logprobs.sum().backward()
+    assert hidden.grad.isfinite().all()
+
+
+def test_a_confident_token_keeps_its_relative_precision():
+    """p -> 1: log p and 1 - p come out to float32 relative precision, not rounded to 0."""
+    gap = torch.tensor([5.0, 20.0, 40.0, 80.0])
+    hidden = torch.stack([gap, torch.zeros(4)], 1).requires_grad_()
+    out = linear_logprob(hidden, torch.eye(2), torch.zeros(4, dtype=torch.long))
+    exact = -torch.log1p(torch.exp(-gap.double()))
+    assert ((out.logprobs - exact) / exact).abs().max() < 1e-5
+    out.logprobs.sum().backward()
+    complement = -torch.expm1(exact)
+    assert ((hidden.grad[:, 0] - complement) / complement).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_never_less_exact_than_eager_16_bit(dtype):
+    hidden, weight, targets, _ = make(64, 256, 5003, dtype)
+    logprobs, _ = logprobs_float64(logits_float64(hidden, weight), targets)
+    eager = torch.log_softmax((hidden @ weight.t()).float(), -1).gather(1, targets[:, None]).squeeze(1)
+    ours = linear_logprob(hidden, weight, targets).logprobs
+    assert (ours - logprobs).abs().max() <= (eager - logprobs).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("frozen", "softcap", "with_bias"), list(itertools.product([True, False], [None, 2.0], [True, False]))
+)
+def test_gradcheck_in_float64(frozen, softcap, with_bias):
+    hidden = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(9, 6, dtype=torch.float64, requires_grad=not frozen)
+    bias = torch.randn(9, dtype=torch.float64, requires_grad=not frozen) if with_bias else None
+    targets = torch.tensor([0, 8, -1, 3, 3])
+
+    def run(hidden, weight, bias):
+        return tuple(
+            linear_logprob(
+                hidden, weight, targets, bias, temperature=0.7, softcap=softcap, return_entropy=True, num_chunks=2
+            )
+        )
+
+    assert torch.autograd.gradcheck(run, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_frozen_head_needs_two_products_and_three_with_an_entropy_gradient(frozen, monkeypatch):
+    hidden, weight, targets, _ = make(12, 64, 257, torch.float32)
+    weight.requires_grad_(not frozen)
+    calls = []
+    for name in ("project", "back_project"):
+        original = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *a, _name=name, _original=original: calls.append(_name) or _original(*a))
+    out = linear_logprob(hidden.requires_grad_(), weight, targets)
+    out.logprobs.sum().backward()
+    assert calls == ["project", "back_project"] if frozen else ["project", "project", "back_project"]
+    calls.clear()
+    out = linear_logprob(hidden, weight, targets, return_entropy=True, entropy_requires_grad=False)
+    assert not out.entropy.requires_grad
+    out.logprobs.sum().backward()
+    assert len(calls) == (2 if frozen else 3)
+    calls.clear()
+    out = linear_logprob(hidden, weight, targets, return_entropy=True)
+    (out.logprobs.sum() + out.entropy.sum()).backward()
+    assert len(calls) == 3
+    calls.clear()
+    with torch.no_grad():
+        assert not linear_logprob(hidden, weight, targets, return_entropy=True).logprobs.requires_grad
+    assert calls == ["project"]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_results_do_not_depend_on_the_number_of_chunks(frozen):
+    hidden, weight, targets, _ = make(37, 64, 1001, torch.float32)
+    results = []
+    for num_chunks in (1, 2, 5, 37, 100):
+        leaf, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
+        out = linear_logprob(leaf, head, targets, return_entropy=True, num_chunks=num_chunks)
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+        results.append((out.logprobs, leaf.grad))
+    for logprobs, grad in results[1:]:
+        assert (logprobs - results[0][0]).abs().max() <= 1e-5
+        assert relative_error(grad, results[0][1]) <= 5e-4
+
+
+def test_three_runs_give_the_same_bits():
+    hidden, weight, targets, _ = make(37, 64, 1001, torch.float32)
+    runs = []
+    for _ in range(3):
+        leaf = hidden.clone().requires_grad_()
+        out = linear_logprob(leaf, weight, targets, return_entropy=True, chunk_bytes=SMALL_CHUNK)
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+        runs.append((out.logprobs, out.entropy, leaf.grad))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_row_s_bits_do_not_depend_on_its_place(frozen):
+    hidden, weight, targets, _ = make(37, 64, 1001, torch.float32)
+    order = torch.randperm(37)
+    grad_logprobs = torch.randn(37)
+    results = []
+    for index in (torch.arange(37), order):
+        leaf = hidden[index].clone().requires_grad_()
+        out = linear_logprob(leaf, weight.clone().requires_grad_(not frozen), targets[index], return_entropy=True)
+        out.logprobs.backward(grad_logprobs[index])
+        results.append((out.logprobs, out.entropy, leaf.grad))
+    for straight, permuted in zip(*results, strict=True):
+        assert torch.equal(straight[order], permuted)
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_logits():
+    count, vocabulary = 8200, 262144
+    hidden, weight = torch.randn(count, 4).requires_grad_(), torch.randn(vocabulary, 4)
+    targets = torch.randint(0, vocabulary, (count,))
+    out = linear_logprob(hidden, weight, targets)
+    out.logprobs[-3:].sum().backward()
+    exact = hidden.detach()[-3:].double().requires_grad_()
+    logprobs, _ = logprobs_float64(logits_float64(exact, weight), targets[-3:])
+    logprobs.sum().backward()
+    assert count * vocabulary > 2**31
+    assert (out.logprobs[-3:] - logprobs).abs().max() < 1e-4
+    assert relative_error(hidden.grad[-3:], exact.grad) < 1e-4 and hidden.grad[:-3].eq(0).all()
+
+
+def test_non_contiguous_inputs_and_int32_targets():
+    hidden, weight, targets, _ = make(10, 64, 257, torch.float32)
+    wide = torch.randn(10, 128)
+    wide[:, ::2] = hidden
+    out = linear_logprob(wide[:, ::2], weight.t().contiguous().t(), targets.int())
+    assert (out.logprobs - linear_logprob(hidden, weight, targets).logprobs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_autocast_rounds_operands_but_not_logits_and_fp32_masters_get_fp32_gradients(frozen):
+    hidden, weight, targets, _ = make(16, 64, 1001, torch.float32)
+    leaf, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear_logprob(leaf, head, targets)
+        out.logprobs.sum().backward()
+    rounded = [x.bfloat16().double().requires_grad_() for x in (hidden, weight)]
+    logprobs, _ = logprobs_float64(logits_float64(*rounded), targets)
+    assert (out.logprobs - logprobs).abs().max() <= 1e-5
+    logprobs.sum().backward()
+    assert leaf.grad.dtype == torch.float32 and relative_error(leaf.grad, rounded[0].grad) < 1e-5
+    if not frozen:
+        assert head.grad.dtype == torch.float32 and relative_error(head.grad, rounded[1].grad) < 1e-5
+
+
+def test_compute_dtype_wins_over_autocast_and_over_hidden():
+    hidden, weight, targets, _ = make(16, 64, 1001, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear_logprob(hidden, weight, targets, compute_dtype=torch.float32)
+    logprobs, _ = logprobs_float64(logits_float64(hidden, weight), targets)
+    assert (out.logprobs - logprobs).abs().max() <= 1e-5
+    rounded = linear_logprob(hidden, weight, targets, compute_dtype=torch.bfloat16)
+    logprobs, _ = logprobs_float64(logits_float64(hidden.bfloat16(), weight.bfloat16()), targets)
+    assert (rounded.logprobs - logprobs).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_compiles_without_a_graph_break(frozen):
+    hidden, weight, targets, bias = make(16, 64, 257, torch.float32, with_bias=True)
+
+    def loss(hidden, weight, targets, bias):
+        out = linear_logprob(hidden, weight, targets, bias, 0.9, 1.1, 20.0, True)
+        return (out.logprobs.sum() - 0.1 * out.entropy.sum()) * 2
+
+    results = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
+        value = function(leaves[0], leaves[1], targets, bias)
+        value.backward()
+        results.append((value, leaves[0].grad, leaves[1].grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert (eager is None and compiled is None) or torch.allclose(eager, compiled, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ops_pass_opcheck(frozen, dtype):
+    hidden, weight, targets, bias = make(6, 8, 11, dtype, with_bias=True)
+    hidden.requires_grad_()
+    weight.requires_grad_(not frozen)
+    bias.requires_grad_(not frozen)
+    head = (0.9, 1.0, None, 4, dtype)
+    torch.library.opcheck(ops.linear_logprob_op, (hidden, weight, targets, bias, *head, True, frozen, frozen))
+    logprobs, entropy, lse, *_ = (
+        x.detach() for x in ops.linear_logprob_op(hidden, weight, targets, bias, *head, True, False, False)
+    )
+    plain = [x.detach() for x in (hidden, weight)]
+    torch.library.opcheck(
+        ops.linear_logprob_backward_op,
+        (
+            torch.ones(6),
+            None,
+            *plain,
+            targets,
+            bias.detach(),
+            logprobs,
+            entropy,
+            lse,
+            *head,
+            True,
+            not frozen,
+            not frozen,
+        ),
+    )
+    per_token = torch.rand(6)
+    torch.library.opcheck(
+        ops.linear_grpo_op,
+        (
+            hidden, weight, targets, bias, per_token - 0.5, None, None, None, None, per_token, None, *head,
+            "dapo", [0.2, 0.2, float("inf"), 0.0, 1.0, 1.0, 1.05], True, True, not frozen, not frozen,
+        ),
+    )  # fmt: skip
+
+
+BAD_INPUT = {
+    "hidden 3d": ({"hidden": torch.randn(2, 3, 8)}, ValueError, r"hidden has shape \(2, 3, 8\).*\[N, H\].*reshape"),
+    "weight width": ({"weight": torch.randn(5, 7)}, ValueError, r"weight has shape \(5, 7\).*\[V, 8\]"),
+    "empty vocabulary": ({"weight": torch.randn(0, 8)}, ValueError, "V >= 1"),
+    "targets length": ({"targets": torch.zeros(3, dtype=torch.long)}, ValueError, r"targets has shape \(3,\).*\[4\]"),
+    "targets float": ({"targets": torch.zeros(4)}, TypeError, "targets is torch.float32.*int64"),
+    "bias length": ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \(4,\).*\[5\]"),
+    "hidden integer": ({"hidden": torch.zeros(4, 8, dtype=torch.long)}, TypeError, "hidden is torch.int64.*float32"),
+    "weight integer": ({"weight": torch.zeros(5, 8, dtype=torch.int8)}, TypeError, "weight is torch.int8"),
+    "not a tensor": ({"weight": [[1.0]]}, TypeError, "weight is a list.*Tensor"),
+    "weight elsewhere": ({"weight": torch.empty(5, 8, device="meta")}, ValueError, "weight is on meta and hidden on cpu"),
+    "targets elsewhere": (
+        {"targets": torch.empty(4, dtype=torch.long, device="meta")}, ValueError, "targets is on meta.*one device",
+    ),
+    "temperature 0": ({"temperature": 0.0}, ValueError, "temperature is 0.0.*above 0"),
+    "temperature nan": ({"temperature": float("nan")}, ValueError, "temperature is nan"),
+    "softcap 0": ({"softcap": 0.0}, ValueError, "softcap is 0.0.*None"),
+    "scale inf": ({"logit_scale": float("inf")}, ValueError, "logit_scale is inf.*finite"),
+    "chunk_bytes 0": ({"chunk_bytes": 0}, ValueError, "chunk_bytes is 0.*at least 1"),
+    "num_chunks 0": ({"num_chunks": 0}, ValueError, "num_chunks is 0.*-1"),
+    "num_chunks -2": ({"num_chunks": -2}, ValueError, "num_chunks is -2"),
+    "multiplier 0": ({"logit_chunk_multiplier": 0.0}, ValueError, "logit_chunk_multiplier is 0.0"),
+    "both": ({"logit_chunk_multiplier": 2.0, "num_chunks": 3}, ValueError, "give one of the two"),
+    "compute_dtype": ({"compute_dtype": torch.int8}, TypeError, "compute_dtype is torch.int8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_says_what_was_given_and_what_is_allowed(case):
+    change, error, message = BAD_INPUT[case]
+    arguments = {
+        "hidden": torch.randn(4, 8),
+        "weight": torch.randn(5, 8),
+        "targets": torch.zeros(4, dtype=torch.long),
+        **change,
+    }
+    with pytest.raises(error, match=message):
+        linear_logprob(**arguments)

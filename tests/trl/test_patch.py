@@ -1,0 +1,280 @@
+"""Claims about `patch` and `unpatch`: nothing but the named attributes changes, and it can always be taken back."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import trl.trainer.utils as trl_utils
+from peft import LoraConfig, PromptTuningConfig, inject_adapter_in_model
+from tiny import tiny_trainer
+from trl import GRPOTrainer
+
+import fastgrpo
+import fastgrpo.trl.compat as compat
+import fastgrpo.trl.scoring as scoring
+
+SCORING = "_get_per_token_logps_and_entropies"
+TRL_HEAD = trl_utils._ChunkedLogProbFunction
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    return tiny_trainer(tmp_path, max_steps=1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    yield
+    assert trl_utils._ChunkedLogProbFunction is TRL_HEAD, "a test left TRL's head replaced"
+
+
+def score(trainer, **options):
+    ids = torch.tensor([[0, 0, 5, 6, 7, 8], [3, 4, 5, 6, 7, 0]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+    return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 3, **options)
+
+
+def test_patch_replaces_one_attribute_and_unpatch_restores_the_trainer_exactly(trainer):
+    before = dict(trainer.__dict__)
+    handle = fastgrpo.patch(trainer)
+    assert {name for name in trainer.__dict__ if trainer.__dict__[name] is not before.get(name)} == {SCORING}
+    assert handle.active and trl_utils._ChunkedLogProbFunction is not TRL_HEAD
+    fastgrpo.unpatch(trainer)
+    assert trainer.__dict__ == before
+    assert not handle.active and trl_utils._ChunkedLogProbFunction is TRL_HEAD
+
+
+def test_patching_twice_gives_the_same_handle_and_one_unpatch_is_enough(trainer):
+    handle = fastgrpo.patch(trainer)
+    assert fastgrpo.patch(trainer) is handle
+    assert fastgrpo.patch(trainer, fastgrpo.Options()) is handle
+    with pytest.raises(ValueError, match=r"call fastgrpo\.unpatch"):
+        fastgrpo.patch(trainer, fastgrpo.Options(num_chunks=3))
+    assert handle.active
+    handle.unpatch()
+    handle.unpatch()
+    fastgrpo.unpatch(trainer)
+    assert SCORING not in trainer.__dict__
+
+
+def test_the_handle_is_a_context_manager_that_also_unpatches_after_an_exception(trainer):
+    with pytest.raises(RuntimeError, match="on purpose"), fastgrpo.patch(trainer):
+        raise RuntimeError("on purpose")
+    assert SCORING not in trainer.__dict__
+
+
+def test_a_stale_handle_does_not_undo_a_later_patch(trainer):
+    stale = fastgrpo.patch(trainer)
+    stale.unpatch()
+    fresh = fastgrpo.patch(trainer)
+    stale.unpatch()
+    assert fresh.active and trainer.__dict__[SCORING].handle is fresh
+    fresh.unpatch()
+
+
+def test_a_later_override_by_someone_else_is_left_with_a_warning(trainer):
+    handle = fastgrpo.patch(trainer)
+    foreign = trainer.__dict__[SCORING] = lambda *args, **kwargs: None
+    with pytest.warns(UserWarning, match="replaced by something else"):
+        handle.unpatch()
+    assert trainer.__dict__[SCORING] is foreign
+
+
+def test_two_trainers_are_patched_apart(tmp_path):
+    first, second = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
+    a, b = fastgrpo.patch(first), fastgrpo.patch(second, fastgrpo.Options(packing="none"))
+    a.unpatch()
+    assert trl_utils._ChunkedLogProbFunction is not TRL_HEAD and b.active
+    b.unpatch()
+
+
+def test_other_trainers_in_the_process_keep_trl_s_own_head(tmp_path, trainer, monkeypatch):
+    other = tiny_trainer(tmp_path)
+    ours = []
+    monkeypatch.setattr(scoring, "linear_logprob", lambda *a, **k: ours.append(1) or fastgrpo.linear_logprob(*a, **k))
+    with fastgrpo.patch(trainer):
+        score(other)
+        assert not ours
+        score(trainer)
+        assert ours
+
+
+def test_an_exception_in_the_model_leaves_other_trainers_alone(tmp_path, trainer, monkeypatch):
+    other = tiny_trainer(tmp_path)
+    with fastgrpo.patch(trainer):
+        with monkeypatch.context() as broken:
+            broken.setattr(trainer.model, "forward", lambda **kwargs: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                score(trainer)
+        assert scoring._current_call.get() is None
+        score(other)
+
+
+def test_values_outside_the_mask_are_zero_and_shapes_are_trl_s(trainer):
+    with fastgrpo.patch(trainer):
+        logprobs, entropy, aux = score(trainer, compute_entropy=True)
+    assert logprobs.shape == entropy.shape == (2, 3) and aux is None
+    assert logprobs[1, 2] == 0 and entropy[1, 2] == 0
+    assert logprobs[0].ne(0).all() and logprobs.dtype == torch.float32
+
+
+def test_the_entropy_carries_a_gradient_only_where_the_bonus_is_on(tmp_path):
+    for coefficient, wanted in ((0.0, False), (0.1, True)):
+        trainer = tiny_trainer(tmp_path, entropy_coef=coefficient)
+        with fastgrpo.patch(trainer):
+            logprobs, entropy, _ = score(trainer, compute_entropy=True)
+        assert logprobs.requires_grad and entropy.requires_grad is wanted
+
+
+def test_an_all_masked_batch_gives_a_differentiable_zero(trainer):
+    ids, mask = torch.tensor([[0, 0, 5, 6], [0, 3, 5, 6]]), torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0]])
+    with fastgrpo.patch(trainer):
+        logprobs, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 2)
+    assert logprobs.eq(0).all()
+    logprobs.sum().backward()
+    gradients = [p.grad for p in trainer.model.parameters() if p.requires_grad]
+    assert gradients and all(g is not None and g.eq(0).all() for g in gradients)
+
+
+def test_a_row_without_a_prompt_is_scored_as_trl_does(trainer):
+    """Its first token has nothing before it but padding, so the batch keeps TRL's layout."""
+    ids, mask = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    stock = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 2)[0]
+    with fastgrpo.patch(trainer):
+        ours = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 2)[0]
+    assert (ours - stock).abs().max() < 1e-5
+
+
+def test_padding_is_cut_and_prompt_rows_are_not_projected(trainer, monkeypatch):
+    widths, rows = [], []
+    monkeypatch.setattr(
+        scoring,
+        "linear_logprob",
+        lambda h, w, t, *a, **k: rows.append(int((t >= 0).sum())) or fastgrpo.linear_logprob(h, w, t, *a, **k),
+    )
+    hook = trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with fastgrpo.patch(trainer):
+        score(trainer)
+    hook.remove()
+    assert widths == [5] and rows == [5]
+
+
+def test_generation_and_checkpoints_are_untouched(trainer):
+    keys = list(trainer.model.state_dict())
+    with fastgrpo.patch(trainer):
+        assert list(trainer.model.state_dict()) == keys
+        ids = torch.tensor([[5, 6, 7]])
+        assert trainer.model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] <= 5
+        assert torch.is_tensor(trainer.model(input_ids=ids).logits)
+
+
+def test_options_reach_the_head(trainer, monkeypatch):
+    seen = []
+    monkeypatch.setattr(scoring, "linear_logprob", lambda *a, **k: seen.append(k) or fastgrpo.linear_logprob(*a, **k))
+    with fastgrpo.patch(trainer, fastgrpo.Options(chunk_bytes=4096, logit_chunk_multiplier=2.0)):
+        score(trainer)
+    assert seen[0]["chunk_bytes"] == 4096 and seen[0]["logit_chunk_multiplier"] == 2.0
+
+
+def test_backends_show_the_patch_and_why_rows_are_not_packed(trainer):
+    assert "packing" not in fastgrpo.backends()
+    with fastgrpo.patch(trainer, fastgrpo.Options(packing="none")):
+        assert fastgrpo.backends()["packing"].reason == "packing='none'"
+        assert "linear_logprob" in str(fastgrpo.backends())
+    assert "packing" not in fastgrpo.backends()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_bytes": 0}, "chunk_bytes is 0"),
+        ({"num_chunks": 0}, "num_chunks is 0"),
+        ({"num_chunks": 2, "logit_chunk_multiplier": 2.0}, "give one of the two"),
+        ({"packing": "varlen"}, "packing is 'varlen'; choose one of 'auto', 'left', 'none'"),
+    ],
+)
+def test_bad_options_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        fastgrpo.Options(**options)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        fastgrpo.Options(chunk_byte=3)
+
+
+def test_options_can_be_pickled():
+    options = fastgrpo.Options(num_chunks=3)
+    assert pickle.loads(pickle.dumps(options)) == options
+
+
+def refused(trainer, error, message, options=None):
+    before = dict(trainer.__dict__) if hasattr(trainer, "__dict__") else None
+    with pytest.raises(error, match=message):
+        fastgrpo.patch(trainer, options)
+    if before is not None:
+        assert trainer.__dict__ == before
+    assert trl_utils._ChunkedLogProbFunction is TRL_HEAD
+
+
+def test_what_is_no_grpo_trainer_is_refused():
+    refused("trainer", TypeError, "takes a trl.GRPOTrainer.*given a str")
+
+
+def test_options_of_another_type_are_refused(trainer):
+    refused(trainer, TypeError, "options is a dict; give fastgrpo.Options", {"num_chunks": 2})
+
+
+def test_another_trl_is_refused_with_the_range_and_what_to_install(trainer, monkeypatch):
+    monkeypatch.setattr(compat, "version", lambda name: "1.17.0")
+    refused(trainer, fastgrpo.UnsupportedError, r'trl 1.17.0 is installed.*>= 1.16, < 1.17.*pip install "trl>=1.16')
+
+
+def test_a_trl_without_the_names_is_refused(trainer, monkeypatch):
+    monkeypatch.setattr(compat, "HEAD_NAME", "_NoSuchName")
+    refused(trainer, fastgrpo.UnsupportedError, "is it modified")
+
+
+def test_a_lora_adapter_on_the_head_is_refused(trainer):
+    """TRL refuses to build such a trainer; an adapter can still be added to a built one."""
+    base = trainer.model.get_base_model()
+    holder = torch.nn.ModuleDict({"head": base.lm_head})
+    base.lm_head = inject_adapter_in_model(LoraConfig(r=2, target_modules=["head"]), holder)["head"]
+    refused(trainer, fastgrpo.UnsupportedError, "output head is a peft.*lm_head.*target_modules")
+
+
+def test_prompt_learning_is_refused(tmp_path):
+    try:
+        trainer = tiny_trainer(tmp_path, lora=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    except Exception as error:
+        pytest.skip(f"this TRL builds no trainer for prompt tuning: {error}")
+    refused(trainer, fastgrpo.UnsupportedError, "prompt learning.*use LoRA")
+
+
+def test_a_quantised_head_is_refused_by_name(trainer):
+    class Linear4bit(torch.nn.Linear):
+        pass
+
+    head = trainer.model.get_base_model().lm_head
+    trainer.model.get_base_model().lm_head = Linear4bit(head.in_features, head.out_features, bias=False)
+    refused(trainer, fastgrpo.UnsupportedError, "Linear4bit.*quantisation")
+
+
+def test_an_unsloth_class_is_refused(tmp_path):
+    cls = type("UnslothGRPOTrainer", (GRPOTrainer,), {"__module__": "unsloth_compiled_cache.UnslothGRPOTrainer"})
+    refused(tiny_trainer(tmp_path, trainer_class=cls), fastgrpo.UnsupportedError, "comes from Unsloth")
+
+
+def test_sharded_trainers_are_refused(trainer):
+    trainer.is_fsdp_enabled = True
+    refused(trainer, fastgrpo.UnsupportedError, "FSDP, which is not supported yet; use DDP")
+
+
+def test_left_packing_is_refused_for_state_space_models_and_auto_says_so(trainer, caplog):
+    trainer.model.get_base_model()._is_stateful = True
+    refused(trainer, ValueError, "packing='left' is not possible.*state-space", fastgrpo.Options(packing="left"))
+    with fastgrpo.patch(trainer):
+        assert "as TRL pads them" in caplog.text
+        assert fastgrpo.backends()["packing"].implementation == "as TRL pads"
+        score(trainer)

@@ -1,0 +1,48 @@
+"""Float64 truths that tests compare with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def logits_float64(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """`[N, V]` logits of the same inputs, in float64."""
+    z = hidden.double() @ weight.double().t()
+    if bias is not None:
+        z = z + bias.double()
+    z = z * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z / temperature
+
+
+def logprobs_float64(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`[N]` log-prob and entropy of float64 logits, 0 for targets outside `[0, V)`."""
+    log_p = torch.log_softmax(logits, -1)
+    inside = (targets >= 0) & (targets < logits.shape[1])
+    column = torch.where(inside, targets, 0).long().unsqueeze(1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p.isinf(), 0.0)).sum(-1)
+    return torch.where(inside, log_p.gather(1, column).squeeze(1), 0.0), torch.where(inside, entropy, 0.0)
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """Relative Frobenius error; 0 where both are 0."""
+    return ((value.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-300)).item()
+
+
+def worst_row_error(value: Tensor, truth: Tensor) -> float:
+    """The largest relative error of a row, against rows that are not negligible in the whole."""
+    value, truth = value.double(), truth.double()
+    scale = truth.norm(dim=1)
+    if scale.numel() == 0:
+        return 0.0
+    large = scale > 1e-3 * scale.max()
+    return ((value - truth).norm(dim=1) / scale.clamp(min=1e-300))[large].max().item() if large.any() else 0.0
