@@ -74,9 +74,12 @@ def _load(named: str | None) -> tuple[LibraryInfo, ctypes.CDLL | None]:
 def _open(path: Path) -> tuple[LibraryInfo, ctypes.CDLL]:
     try:
         library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise OSError(f"{path} does not load on this machine: {error}; build it here: pip install .") from error
+    try:
         build_info = library.fastgrpo_build_info
-    except (OSError, AttributeError) as error:
-        raise OSError(f"{path} is not a fastgrpo library that loads on this machine: {error}") from error
+    except AttributeError:
+        raise OSError(f"{path} is not a fastgrpo library: it has no fastgrpo_build_info") from None
     build_info.restype = ctypes.c_char_p
     built = json.loads(build_info().decode())
     return LibraryInfo(path, built["version"], built["compiler"], tuple(built["targets"].split())), library

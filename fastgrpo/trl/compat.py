@@ -6,10 +6,11 @@ import inspect
 from importlib.metadata import version
 
 import torch
+import trl.trainer.utils as trl_utils
 from packaging.version import Version
 from trl import GRPOTrainer
 
-TRL_RANGE = ("1.16", "1.17")
+TRL_RANGE = ("1.12", "1.17")
 SCORING_METHOD = "_get_per_token_logps_and_entropies"
 LOSS_METHOD = "_compute_loss"
 HEAD_NAME = "_ChunkedLogProbFunction"
@@ -44,14 +45,17 @@ def check_installation() -> None:
             f"trl {installed} is installed; this version of fastgrpo works with trl >= {low}, < {high}. "
             f'Install one of them: pip install "trl>={low},<{high}"'
         )
-    import trl.trainer.utils as trl_utils
-
     parameters = tuple(inspect.signature(getattr(GRPOTrainer, SCORING_METHOD)).parameters)
     if not hasattr(trl_utils, HEAD_NAME) or parameters[: len(_SCORING_PARAMETERS)] != _SCORING_PARAMETERS:
         raise UnsupportedError(
             f"trl {installed} is in the supported range, but its `{HEAD_NAME}` or `GRPOTrainer.{SCORING_METHOD}` is not "
             "what this version of fastgrpo replaces; is it modified? Reinstall trl from its release."
         )
+
+
+def has_fused_head() -> bool:
+    """Whether this TRL (1.15 and later) scores through a fused head of the model; before, it takes full logits."""
+    return hasattr(trl_utils, "add_fused_lm_head")
 
 
 def check_trainer(trainer: GRPOTrainer) -> None:
@@ -66,6 +70,11 @@ def check_trainer(trainer: GRPOTrainer) -> None:
                 f"The trainer's class {cls.__name__} comes from Unsloth, which replaces the same methods; use one or the "
                 "other: start Python without importing unsloth."
             )
+    if not has_fused_head() and trainer.args.use_liger_kernel:
+        raise UnsupportedError(
+            "use_liger_kernel=True makes this TRL compute the loss without its log-prob method, so there is nothing to "
+            "patch; set use_liger_kernel=False, or use TRL 1.15 or later."
+        )
     if trainer.is_fsdp_enabled:
         raise UnsupportedError(
             "The trainer shards its model with FSDP, which is not supported yet; use DDP, or no patch."
@@ -91,9 +100,9 @@ def overrides(trainer: GRPOTrainer, method: str) -> bool:
 def packing_obstacle(trainer: GRPOTrainer) -> str:
     """Why rows of this trainer must reach the model as TRL pads them; empty where they may be left-packed."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if getattr(model, "_is_stateful", False) or getattr(_base(model), "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) or getattr(base_model(model), "_is_stateful", False):
         return "the model carries state-space or linear-attention layers"
-    layers = set(getattr(_base(model).config.get_text_config(), "layer_types", None) or ())
+    layers = set(getattr(base_model(model).config.get_text_config(), "layer_types", None) or ())
     if layers - _ATTENTION_LAYERS:
         return f"the model has layers of type {', '.join(sorted(layers - _ATTENTION_LAYERS))}"
     if trainer._is_vlm:
@@ -107,11 +116,12 @@ def accepts_position_ids(trainer: GRPOTrainer) -> bool:
     """Whether the model's forward takes explicit positions."""
     return (
         "position_ids"
-        in inspect.signature(type(_base(trainer.accelerator.unwrap_model(trainer.model))).forward).parameters
+        in inspect.signature(type(base_model(trainer.accelerator.unwrap_model(trainer.model))).forward).parameters
     )
 
 
-def _base(model: torch.nn.Module) -> torch.nn.Module:
+def base_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The model under its adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -121,7 +131,7 @@ def _check_model(model: torch.nn.Module, role: str) -> None:
             raise UnsupportedError(
                 f"The {role}'s adapter {name!r} is prompt learning ({config.peft_type}), which adds virtual tokens; use LoRA."
             )
-    head = _base(model).get_output_embeddings()
+    head = base_model(model).get_output_embeddings()
     linear = getattr(head, "modules_to_save", None)
     kinds = [type(head)] if linear is None else [type(module) for module in linear.values()]
     for kind in kinds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +18,19 @@ from fastgrpo.trl.compat import (
     accepts_position_ids,
     check_installation,
     check_trainer,
+    has_fused_head,
     packing_obstacle,
 )
 from fastgrpo.trl.config import Options
-from fastgrpo.trl.scoring import HeadDispatcher, ScoringMethod
+from fastgrpo.trl.heads import HeadDispatcher
+from fastgrpo.trl.scoring import ScoringMethod
 
 logger = logging.getLogger("fastgrpo")
 
+_BACKEND_NOTES = ("packing", "trainer head")
 
-@dataclass
+
+@dataclass(eq=False)
 class Patch:
     """
     Handle of a patched trainer; also a context manager that unpatches at its end.
@@ -57,7 +62,7 @@ class Patch:
                     "left as it is.",
                     stacklevel=2,
                 )
-        _release_head()
+        _leave(self)
 
     def __enter__(self) -> Patch:
         return self
@@ -108,7 +113,7 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     )
     handle = Patch(trainer, options)
     method.handle = handle
-    _acquire_head()
+    _enter(handle)
     _replace(handle, trainer, SCORING_METHOD, method)
     return handle
 
@@ -150,25 +155,24 @@ def _choose_packing(trainer: GRPOTrainer, options: Options) -> bool:
     return packed
 
 
-_head_users = 0
+# Patches in force; a trainer that is dropped without unpatching takes its own out.
+_active: weakref.WeakSet[Patch] = weakref.WeakSet()
 
 
-def _acquire_head() -> None:
-    """TRL's fused head looks its kernel up in `trl.trainer.utils` at each call, for every trainer in the process."""
-    global _head_users
-    if not isinstance(getattr(trl_utils, HEAD_NAME), HeadDispatcher):
-        setattr(trl_utils, HEAD_NAME, HeadDispatcher(getattr(trl_utils, HEAD_NAME)))
-        _head_users = 0
-    _head_users += 1
+def _enter(handle: Patch) -> None:
+    _active.add(handle)
+    # TRL's fused head looks its kernel up there at each call, for every trainer in the process.
+    present = getattr(trl_utils, HEAD_NAME)
+    if has_fused_head() and not isinstance(present, HeadDispatcher):
+        setattr(trl_utils, HEAD_NAME, HeadDispatcher(present))
 
 
-def _release_head() -> None:
-    global _head_users
-    _head_users -= 1
-    if _head_users > 0:
+def _leave(handle: Patch) -> None:
+    _active.discard(handle)
+    if _active:
         return
     present = getattr(trl_utils, HEAD_NAME)
     if isinstance(present, HeadDispatcher):
         setattr(trl_utils, HEAD_NAME, present.original)
-    forget_backend("packing")
-    forget_backend("trainer head")
+    for name in _BACKEND_NOTES:
+        forget_backend(name)

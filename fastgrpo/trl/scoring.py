@@ -1,15 +1,11 @@
 """Log-probs and entropies of a micro-batch, in place of `GRPOTrainer._get_per_token_logps_and_entropies`.
 
-The model runs as TRL runs it, through accelerate's wrapper and the forward that TRL's `add_fused_lm_head` installed. Two
-things differ: rows are left-packed first, and where that forward looks its kernel up, it finds `HeadDispatcher`.
+The model runs as TRL runs it, through accelerate's wrapper, DDP's hooks and the model's own forward. Two things differ:
+rows are left-packed first, and the output head is fastgrpo's (`fastgrpo.trl.heads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,76 +14,11 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
 from fastgrpo.chunking import ChunkPlan
-from fastgrpo.head import linear_logprob
 from fastgrpo.packing import left_pack
-from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, overrides
+from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, has_fused_head, overrides
+from fastgrpo.trl.heads import Entropy, HeadCall, head_call, score_with_head
 
 _IGNORE = -100
-_OUTPUTS = {"log_probs", "entropy"}
-
-
-@dataclass(frozen=True)
-class _HeadCall:
-    """What the scoring method knows and TRL's forward does not pass on to the kernel."""
-
-    plan: ChunkPlan
-    entropy: str  # "none", "detached" or "differentiable"
-    labels: Tensor | None  # [rows], -100 where nothing is scored; None = as TRL passes them
-
-
-_current_call: ContextVar[_HeadCall | None] = ContextVar("fastgrpo_head_call", default=None)
-
-
-@contextmanager
-def _head_call(call: _HeadCall) -> Iterator[None]:
-    token = _current_call.set(call)
-    try:
-        yield
-    finally:
-        _current_call.reset(token)
-
-
-class HeadDispatcher:
-    """Stands for TRL's fused log-prob function: calls fastgrpo's inside a patched trainer's scoring, TRL's otherwise."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-
-    def apply(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
-    ) -> tuple[Tensor | None, ...]:
-        """Takes and returns what TRL's `ChunkedLogProbFunction.apply` does; entropy None where nobody asked for it."""
-        call = _current_call.get()
-        if call is None or not set(outputs) <= _OUTPUTS:
-            return self.original.apply(
-                hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
-            )
-        if call.labels is not None and call.labels.shape == targets.shape:
-            targets = call.labels
-        result = linear_logprob(
-            hidden,
-            weight,
-            targets,
-            bias,
-            temperature=temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            return_entropy=call.entropy != "none" and "entropy" in outputs,
-            chunk_bytes=call.plan.chunk_bytes,
-            num_chunks=call.plan.num_chunks,
-            logit_chunk_multiplier=call.plan.logit_chunk_multiplier,
-            entropy_requires_grad=call.entropy == "differentiable",
-        )
-        return result.logprobs, result.entropy, None, None, None
 
 
 class ScoringMethod:
@@ -136,7 +67,7 @@ class ScoringMethod:
         entropy = self._entropy_mode(compute_entropy)
         if self._own_method or any(value is not None for value in model_inputs.values()):
             method = getattr(type(self.trainer), SCORING_METHOD)
-            with _head_call(_HeadCall(self.plan, entropy, labels=None)):
+            with head_call(HeadCall(self.plan, entropy)):
                 return method(
                     self.trainer,
                     model,
@@ -161,11 +92,12 @@ class ScoringMethod:
                 torch.stack(aux_losses).mean() if compute_aux_loss else None,
             )
 
-    def _entropy_mode(self, compute_entropy: bool) -> str:
+    def _entropy_mode(self, compute_entropy: bool) -> Entropy:
         if not compute_entropy:
             return "none"
-        # A subclass's own loss may differentiate the entropy; TRL's does so for the bonus only.
-        return "differentiable" if self._own_loss or self.trainer._entropy_bonus_enabled else "detached"
+        # TRL's loss differentiates the entropy for the bonus only, but a subclass's may wherever TRL lets it: from 1.15.
+        needed = self.trainer._entropy_bonus_enabled or (self._own_loss and has_fused_head())
+        return "differentiable" if needed else "detached"
 
     def _score(
         self,
@@ -173,7 +105,7 @@ class ScoringMethod:
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
-        entropy: str,
+        entropy: Entropy,
         compute_aux_loss: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         labels = input_ids.masked_fill(attention_mask == 0, _IGNORE)
@@ -191,9 +123,7 @@ class ScoringMethod:
                 inputs["attention_mask"] = packed.attention_mask
         if compute_aux_loss:
             inputs["output_router_logits"] = True
-        call = _HeadCall(self.plan, entropy, labels[:, 1:].reshape(-1))
-        with self.trainer.accelerator.autocast(), _head_call(call):
-            outputs = model(**inputs, labels=labels, fused_lm_head=True)
+        scores = score_with_head(self.trainer, model, inputs, labels, HeadCall(self.plan, entropy))
 
         def scored(values: Tensor | None) -> Tensor | None:
             if values is None or packed is None:
@@ -201,8 +131,7 @@ class ScoringMethod:
             beside_tokens = torch.nn.functional.pad(values, (1, 0))
             return packed.restore(beside_tokens)[:, -logits_to_keep:]
 
-        aux_loss = outputs.aux_loss if compute_aux_loss else None
-        return scored(outputs.log_probs), scored(outputs.entropy), aux_loss
+        return scored(scores.logprobs), scored(scores.entropy), scores.aux_loss if compute_aux_loss else None
 
 
 def _scores_a_first_token(attention_mask: Tensor, labels: Tensor) -> bool:

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 
 import fastgrpo
 import fastgrpo.trl.compat as compat
-import fastgrpo.trl.scoring as scoring
+import fastgrpo.trl.heads as heads
 
 SCORING = "_get_per_token_logps_and_entropies"
 TRL_HEAD = trl_utils._ChunkedLogProbFunction
@@ -40,7 +40,7 @@ def test_patch_replaces_one_attribute_and_unpatch_restores_the_trainer_exactly(t
     before = dict(trainer.__dict__)
     handle = fastgrpo.patch(trainer)
     assert {name for name in trainer.__dict__ if trainer.__dict__[name] is not before.get(name)} == {SCORING}
-    assert handle.active and trl_utils._ChunkedLogProbFunction is not TRL_HEAD
+    assert handle.active and (trl_utils._ChunkedLogProbFunction is not TRL_HEAD) == compat.has_fused_head()
     fastgrpo.unpatch(trainer)
     assert trainer.__dict__ == before
     assert not handle.active and trl_utils._ChunkedLogProbFunction is TRL_HEAD
@@ -86,14 +86,14 @@ def test_two_trainers_are_patched_apart(tmp_path):
     first, second = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
     a, b = fastgrpo.patch(first), fastgrpo.patch(second, fastgrpo.Options(packing="none"))
     a.unpatch()
-    assert trl_utils._ChunkedLogProbFunction is not TRL_HEAD and b.active
+    assert (trl_utils._ChunkedLogProbFunction is not TRL_HEAD) == compat.has_fused_head() and b.active
     b.unpatch()
 
 
 def test_other_trainers_in_the_process_keep_trl_s_own_head(tmp_path, trainer, monkeypatch):
     other = tiny_trainer(tmp_path)
     ours = []
-    monkeypatch.setattr(scoring, "linear_logprob", lambda *a, **k: ours.append(1) or fastgrpo.linear_logprob(*a, **k))
+    monkeypatch.setattr(heads, "linear_logprob", lambda *a, **k: ours.append(1) or fastgrpo.linear_logprob(*a, **k))
     with fastgrpo.patch(trainer):
         score(other)
         assert not ours
@@ -108,7 +108,7 @@ def test_an_exception_in_the_model_leaves_other_trainers_alone(tmp_path, trainer
             broken.setattr(trainer.model, "forward", lambda **kwargs: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 score(trainer)
-        assert scoring._current_call.get() is None
+        assert heads._current_call.get() is None
         score(other)
 
 
@@ -150,7 +150,7 @@ def test_a_row_without_a_prompt_is_scored_as_trl_does(trainer):
 def test_padding_is_cut_and_prompt_rows_are_not_projected(trainer, monkeypatch):
     widths, rows = [], []
     monkeypatch.setattr(
-        scoring,
+        heads,
         "linear_logprob",
         lambda h, w, t, *a, **k: rows.append(int((t >= 0).sum())) or fastgrpo.linear_logprob(h, w, t, *a, **k),
     )
@@ -174,7 +174,7 @@ def test_generation_and_checkpoints_are_untouched(trainer):
 
 def test_options_reach_the_head(trainer, monkeypatch):
     seen = []
-    monkeypatch.setattr(scoring, "linear_logprob", lambda *a, **k: seen.append(k) or fastgrpo.linear_logprob(*a, **k))
+    monkeypatch.setattr(heads, "linear_logprob", lambda *a, **k: seen.append(k) or fastgrpo.linear_logprob(*a, **k))
     with fastgrpo.patch(trainer, fastgrpo.Options(chunk_bytes=4096, logit_chunk_multiplier=2.0)):
         score(trainer)
     assert seen[0]["chunk_bytes"] == 4096 and seen[0]["logit_chunk_multiplier"] == 2.0
@@ -228,7 +228,7 @@ def test_options_of_another_type_are_refused(trainer):
 
 def test_another_trl_is_refused_with_the_range_and_what_to_install(trainer, monkeypatch):
     monkeypatch.setattr(compat, "version", lambda name: "1.17.0")
-    refused(trainer, fastgrpo.UnsupportedError, r'trl 1.17.0 is installed.*>= 1.16, < 1.17.*pip install "trl>=1.16')
+    refused(trainer, fastgrpo.UnsupportedError, r'trl 1.17.0 is installed.*>= 1.12, < 1.17.*pip install "trl>=1.12')
 
 
 def test_a_trl_without_the_names_is_refused(trainer, monkeypatch):

@@ -1,0 +1,200 @@
+"""How a forward of TRL's model comes to fastgrpo's head instead of its own.
+
+TRL 1.15 and later give the model a fused head: `model(..., labels=labels, fused_lm_head=True)` returns log-probs, and looks
+its kernel up by name at every call. There, `HeadDispatcher` stands under that name. Earlier releases take full logits
+from the model; there, the output layer hands its input over and returns next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from fastgrpo.chunking import ChunkPlan
+from fastgrpo.head import LogProbs, linear_logprob
+from fastgrpo.trl.compat import base_model, has_fused_head
+
+_FUSED_OUTPUTS = {"log_probs", "entropy"}
+Entropy = Literal["none", "detached", "differentiable"]
+
+
+class Scores(NamedTuple):
+    """What a scoring forward returns."""
+
+    logprobs: Tensor
+    """`[B, L - 1]`: of every token but the first, 0 where its label is -100."""
+    entropy: Tensor | None
+    aux_loss: Tensor | None
+
+
+@dataclass(frozen=True)
+class HeadCall:
+    """What the scoring method knows and TRL's forward does not pass on."""
+
+    plan: ChunkPlan
+    entropy: Entropy
+    labels: Tensor | None = None
+    """`[rows]`, -100 where nothing is scored; None = as TRL passes them."""
+
+    def score(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **options: Any) -> LogProbs:
+        """Log-probs of `[rows, H]` hidden states."""
+        return linear_logprob(
+            hidden,
+            weight,
+            targets,
+            bias,
+            chunk_bytes=self.plan.chunk_bytes,
+            num_chunks=self.plan.num_chunks,
+            logit_chunk_multiplier=self.plan.logit_chunk_multiplier,
+            entropy_requires_grad=self.entropy == "differentiable",
+            **options,
+        )
+
+
+_current_call: ContextVar[HeadCall | None] = ContextVar("fastgrpo_head_call", default=None)
+
+
+@contextmanager
+def head_call(call: HeadCall) -> Iterator[None]:
+    """While this is open, `HeadDispatcher` answers with fastgrpo's head."""
+    token = _current_call.set(call)
+    try:
+        yield
+    finally:
+        _current_call.reset(token)
+
+
+class HeadDispatcher:
+    """Stands for TRL's fused log-prob function: fastgrpo's head inside `head_call`, TRL's own otherwise."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """Takes and returns what TRL's function does; entropy None where nobody asked for it."""
+        call = _current_call.get()
+        if call is None or outputs is None or not set(outputs) <= _FUSED_OUTPUTS:
+            # Releases differ in how many arguments there are, so nothing is passed that was not given.
+            rest = () if outputs is None else (outputs,)
+            return self.original.apply(
+                hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, *rest
+            )
+        if call.labels is not None and call.labels.shape == targets.shape:
+            targets = call.labels
+        result = call.score(
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature=temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            return_entropy=call.entropy != "none" and "entropy" in outputs,
+        )
+        return result.logprobs, result.entropy, None, None, None
+
+
+def score_with_head(
+    trainer: GRPOTrainer, model: torch.nn.Module, inputs: dict[str, Any], labels: Tensor, call: HeadCall
+) -> Scores:
+    """
+    One forward of the model with fastgrpo's head.
+
+    Args:
+        trainer: whose temperature and autocast apply.
+        model: policy or reference, as accelerate wrapped it.
+        inputs: arguments of its forward, without labels.
+        labels: `[B, L]` token ids, -100 where nothing is scored.
+        call: chunking and entropy.
+
+    Returns:
+        Scores.
+    """
+    call = replace(call, labels=labels[:, 1:].reshape(-1))
+    if has_fused_head():
+        with trainer.accelerator.autocast(), head_call(call):
+            outputs = model(**inputs, labels=labels, fused_lm_head=True)
+        return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss)
+
+    base = base_model(trainer.accelerator.unwrap_model(model))
+    head = base.get_output_embeddings()
+    with trainer.accelerator.autocast():
+        with _captured_input(head) as captured:
+            outputs = model(**inputs, use_cache=False)
+        hidden = captured[0][:, :-1].reshape(-1, captured[0].shape[-1])
+        scale, softcap = logit_transform(base.config)
+        result = call.score(
+            hidden.float() if trainer.args.cast_lm_head_to_fp32 else hidden,
+            head.weight,
+            head.bias,
+            call.labels,
+            temperature=trainer.temperature,
+            logit_scale=scale,
+            softcap=softcap,
+            return_entropy=call.entropy != "none",
+            compute_dtype=torch.float32 if trainer.args.cast_lm_head_to_fp32 else None,
+        )
+    shape = labels[:, 1:].shape
+    entropy = None if result.entropy is None else result.entropy.view(shape)
+    return Scores(result.logprobs.view(shape), entropy, getattr(outputs, "aux_loss", None))
+
+
+def logit_transform(config: Any) -> tuple[float, float | None]:
+    """
+    Scale and softcap that a model's own forward applies to the output of its head.
+
+    Args:
+        config: the model's configuration; nested text configurations are followed.
+
+    Returns:
+        (factor, softcap or None).
+    """
+    text = config.get_text_config()
+    softcap = getattr(text, "final_logit_softcapping", None)
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        factor = getattr(text, name, None)
+        if factor is not None:
+            return float(factor), softcap
+    divisor = getattr(text, "logits_scaling", None)
+    if divisor is None:
+        return 1.0, softcap
+    # HyperCLOVA X multiplies by what Granite and MiniCPM3 divide by.
+    return (float(divisor) if text.model_type == "hyperclovax" else 1.0 / divisor), softcap
+
+
+@contextmanager
+def _captured_input(head: torch.nn.Module) -> Iterator[list[Tensor]]:
+    """The head's input instead of its output: while this is open, it returns one zero a token and computes nothing."""
+    captured: list[Tensor] = []
+
+    def capture(hidden: Tensor) -> Tensor:
+        captured.append(hidden)
+        return hidden.new_zeros(*hidden.shape[:-1], 1)
+
+    own_forward = head.__dict__.get("forward")
+    head.forward = capture
+    try:
+        yield captured
+    finally:
+        if own_forward is None:
+            del head.forward
+        else:
+            head.forward = own_forward
