@@ -145,7 +145,8 @@ def test_a_subclass_with_its_own_loss_may_differentiate_the_entropy(tmp_path):
                 model, ids, mask, inputs["completion_ids"].size(1), compute_entropy=True
             )
             weights = inputs["completion_mask"] * inputs["advantages"].unsqueeze(1)
-            return -(logps * weights).sum() / 100 - 0.1 * entropies.mean()
+            bonus = (entropies * inputs["completion_mask"]).sum()
+            return -(logps * weights).sum() / 100 - 0.001 * bonus
 
     stock, before = run(tmp_path, patched=False, trainer_class=Exploring)
     patched, _ = run(tmp_path, patched=True, trainer_class=Exploring)
