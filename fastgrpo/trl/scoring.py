@@ -74,9 +74,9 @@ class ScoringMethod:
                     input_ids,
                     attention_mask,
                     logits_to_keep,
-                    batch_size,
-                    compute_entropy,
-                    compute_aux_loss,
+                    batch_size=batch_size,
+                    compute_entropy=compute_entropy,
+                    compute_aux_loss=compute_aux_loss,
                     **model_inputs,
                 )
         with profiling_context(self.trainer, SCORING_METHOD):
@@ -109,7 +109,8 @@ class ScoringMethod:
         compute_aux_loss: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         labels = input_ids.masked_fill(attention_mask == 0, _IGNORE)
-        labels[:, :-logits_to_keep] = _IGNORE
+        first_scored = input_ids.shape[1] - logits_to_keep
+        labels[:, :first_scored] = _IGNORE
         inputs: dict[str, Tensor | bool] = {"input_ids": input_ids, "attention_mask": attention_mask}
         packed = None
         if self.packed and not _scores_a_first_token(attention_mask, labels):
@@ -126,10 +127,12 @@ class ScoringMethod:
         scores = score_with_head(self.trainer, model, inputs, labels, HeadCall(self.plan, entropy))
 
         def scored(values: Tensor | None) -> Tensor | None:
-            if values is None or packed is None:
-                return values if values is None else values[:, -logits_to_keep:]
+            if values is None:
+                return None
             beside_tokens = torch.nn.functional.pad(values, (1, 0))
-            return packed.restore(beside_tokens)[:, -logits_to_keep:]
+            if packed is not None:
+                beside_tokens = packed.restore(beside_tokens)
+            return beside_tokens[:, first_scored:]
 
         return scored(scores.logprobs), scored(scores.entropy), scores.aux_loss if compute_aux_loss else None
 

@@ -7,6 +7,7 @@ fine-tuning with Adam, which amplifies the rounding of a sum.
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -16,6 +17,14 @@ from tiny import tiny_trainer
 from trl import GRPOTrainer
 
 import fastgrpo
+
+
+@pytest.fixture(autouse=True)
+def _unpatched_in_the_end():
+    yield
+    for handle in list(sys.modules["fastgrpo.trl.patch"]._active):
+        handle.unpatch()
+
 
 TIMINGS = ("time", "runtime", "per_second")
 
