@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgrpo.kernels.reference import Transform, back_project, project, row_grad, row_pass
+from fastgrpo.kernels.reference import (
+    Transform,
+    add_weight_grad_,
+    as_operand,
+    back_project,
+    project,
+    row_grad,
+    row_pass,
+)
 from fastgrpo.objective import Objective, TokenTerms, token_grad, token_terms
 
 
@@ -57,10 +65,11 @@ def linear_logprob_op(
     logprob_slope = _zeros_if(with_logprob_slope, hidden, hidden.shape, dtype)
     entropy_slope = _zeros_if(with_entropy_slope, hidden, hidden.shape, dtype)
     rows = _computed_rows(targets, weight.shape[0])
+    operand = as_operand(weight, compute_dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         for index in _chunks(rows, chunk_rows):
             chunk_targets = targets[index]
-            logits = transform.apply_(project(hidden[index], weight, bias, compute_dtype, dtype))
+            logits = transform.apply_(project(hidden[index], operand, bias, compute_dtype, dtype))
             result = row_pass(
                 logits,
                 chunk_targets,
@@ -75,7 +84,7 @@ def linear_logprob_op(
                 entropy.index_copy_(0, index, result.entropy)
             for slope, grad in ((logprob_slope, result.logprob_grad), (entropy_slope, result.entropy_grad)):
                 if grad is not None:
-                    slope.index_copy_(0, index, back_project(grad, weight, compute_dtype).mul_(transform.outer))
+                    slope.index_copy_(0, index, back_project(grad, operand, compute_dtype).mul_(transform.outer))
     return logprobs, entropy, lse, logprob_slope, entropy_slope
 
 
@@ -196,7 +205,7 @@ def linear_logprob_backward_op(
     rows = _computed_rows(targets, weight.shape[0], alive)
     with torch.autocast(hidden.device.type, enabled=False):
         for index in _chunks(rows, chunk_rows):
-            logits = transform.apply_(project(hidden[index], weight, bias, compute_dtype, gradients.dtype))
+            logits = transform.apply_(project(hidden[index], gradients.operand, bias, compute_dtype, gradients.dtype))
             grad = row_grad(
                 logits,
                 targets[index],
@@ -287,7 +296,9 @@ def linear_grpo_op(
         for with_grad, wanted in ((True, alive), (False, ~alive)):
             for index in _chunks(_computed_rows(targets, weight.shape[0], wanted), chunk_rows):
                 chunk_targets = targets[index]
-                logits = transform.apply_(project(hidden[index], weight, bias, compute_dtype, gradients.dtype))
+                logits = transform.apply_(
+                    project(hidden[index], gradients.operand, bias, compute_dtype, gradients.dtype)
+                )
                 result = row_pass(
                     logits,
                     chunk_targets,
@@ -422,16 +433,16 @@ class _HeadGradients:
         self.grad_weight = _zeros_if(need_weight, weight, weight.shape, self.dtype)
         self.grad_bias = _zeros_if(need_bias, weight, weight.shape[:1], self.dtype)
         self.needs = need_hidden, need_weight, need_bias
+        self.operand = as_operand(weight, compute_dtype)
 
     def add(self, index: Tensor, grad: Tensor, outer: float) -> None:
         """Adds the chunk of rows `index`, whose products receive `outer * grad` (`[R, V]`)."""
         need_hidden, need_weight, need_bias = self.needs
         if need_hidden:
-            grad_hidden = back_project(grad, self.weight, self.compute_dtype).mul_(outer)
+            grad_hidden = back_project(grad, self.operand, self.compute_dtype).mul_(outer)
             self.grad_hidden.index_copy_(0, index, grad_hidden.to(self.hidden.dtype))
         if need_weight:
-            rows = self.hidden[index].to(self.compute_dtype).to(self.dtype)
-            self.grad_weight.addmm_(grad.t(), rows, alpha=outer)
+            add_weight_grad_(self.grad_weight, grad, self.hidden[index], self.compute_dtype, outer)
         if need_bias:
             self.grad_bias.add_(grad.sum(0), alpha=outer)
 

@@ -166,6 +166,11 @@ def row_grad(
     return grad if slope is None else grad.mul_(slope)
 
 
+def as_operand(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    """The weight as the products below want it: converted once where tensor cores multiply it, else block by block."""
+    return weight.to(compute_dtype) if _sums_in_float32(weight, compute_dtype) else weight
+
+
 def project(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype, accumulate: torch.dtype
 ) -> Tensor:
@@ -174,7 +179,7 @@ def project(
 
     Args:
         hidden: `[R, H]`.
-        weight: `[V, H]`.
+        weight: `[V, H]`, see `as_operand`.
         bias: `[V]` or None.
         compute_dtype: what both operands are rounded to first.
         accumulate: fp32 or fp64.
@@ -182,10 +187,14 @@ def project(
     Returns:
         `[R, V]`.
     """
-    products = torch.empty(hidden.shape[0], weight.shape[0], dtype=accumulate, device=hidden.device)
-    hidden = hidden.to(compute_dtype).to(accumulate)
-    for rows, block in _operand_blocks(weight, compute_dtype, accumulate):
-        torch.mm(hidden, block.t(), out=products[:, rows])
+    hidden = hidden.to(compute_dtype)
+    if _sums_in_float32(weight, compute_dtype):
+        products = torch.mm(hidden, weight.t(), out_dtype=accumulate)
+    else:
+        products = torch.empty(hidden.shape[0], weight.shape[0], dtype=accumulate, device=hidden.device)
+        hidden = hidden.to(accumulate)
+        for rows, block in _operand_blocks(weight, compute_dtype, accumulate):
+            torch.mm(hidden, block.t(), out=products[:, rows])
     if bias is not None:
         products.add_(bias.to(accumulate))
     return products
@@ -193,10 +202,31 @@ def project(
 
 def back_project(grad: Tensor, weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
     """`grad @ weight`: `[R, V]` by `[V, H]` to `[R, H]` in `grad`'s dtype, with the weight rounded as in `project`."""
+    if _rounds_gradients(weight, compute_dtype):
+        return torch.mm(grad.to(compute_dtype), weight, out_dtype=grad.dtype)
     out = torch.zeros(grad.shape[0], weight.shape[1], dtype=grad.dtype, device=grad.device)
     for rows, block in _operand_blocks(weight, compute_dtype, grad.dtype):
         out.addmm_(grad[:, rows], block)
     return out
+
+
+def add_weight_grad_(total: Tensor, grad: Tensor, hidden: Tensor, compute_dtype: torch.dtype, scale: float) -> None:
+    """Adds `scale * grad.T @ hidden` (`[R, V]`, `[R, H]`) to `total` (`[V, H]`, fp32 or fp64), hidden rounded first."""
+    hidden = hidden.to(compute_dtype)
+    if _rounds_gradients(hidden, compute_dtype):
+        torch.addmm(total, grad.t().to(compute_dtype), hidden, alpha=scale, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(grad.t(), hidden.to(total.dtype), alpha=scale)
+
+
+def _sums_in_float32(operand: Tensor, compute_dtype: torch.dtype) -> bool:
+    """Whether torch multiplies these operands as they are and keeps the 32-bit sums."""
+    return operand.is_cuda and compute_dtype in (torch.bfloat16, torch.float16)
+
+
+def _rounds_gradients(operand: Tensor, compute_dtype: torch.dtype) -> bool:
+    # float16 would lose the many small probabilities of a row.
+    return operand.is_cuda and compute_dtype == torch.bfloat16
 
 
 def _operand_blocks(
