@@ -184,7 +184,17 @@ def linear_grpo_loss(
         return loss, _flat_stats(stats, logprobs, entropy)
 
     loss, logprobs, entropy = _row_local_loss(
-        hidden, targets, head, objective, layout, mask, padded_advantages, padded, chunk_rows
+        hidden,
+        targets,
+        head,
+        objective,
+        layout,
+        mask,
+        padded_advantages,
+        old_logprobs,
+        ref_logprobs,
+        padded["sampler_ratio"],
+        chunk_rows,
     )
     with torch.no_grad():
         _, stats = grpo_loss(
@@ -229,36 +239,34 @@ def _row_local_loss(
     layout: _Segments,
     mask: Tensor,
     advantages: Tensor,
-    padded: dict[str, Tensor | None],
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    sampler_ratio: Tensor | None,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sampler_ratio = padded["sampler_ratio"]
-    phi = multiplier = None
+    """`mask`, `advantages` and `sampler_ratio` come padded, the log-probs as rows."""
+
+    def row_values(values: Tensor | None) -> Tensor | None:
+        return None if values is None else layout.unpad(values.to(mask.dtype).expand_as(mask))
+
+    phi = entropy_weights = None
     if objective.loss_type == "vespo":
-        phi = vespo_weights(objective, torch.zeros_like(mask), advantages, mask, sampler_ratio).expand_as(mask)
-    elif sampler_ratio is not None:
-        multiplier = sampler_ratio.expand_as(mask)
-    entropy_weights = None
+        phi = vespo_weights(objective, torch.zeros_like(mask), advantages, mask, sampler_ratio)
+        sampler_ratio = None
     if objective.entropy_coef != 0.0:
         entropy_weights = objective.entropy_coef * mask / mask.sum().clamp(min=1.0) / objective.accumulation
-    flat = [
-        None if x is None else layout.unpad(x).to(mask.dtype)
-        for x in (
-            advantages.expand_as(mask),
-            padded["old_logprobs"],
-            padded["ref_logprobs"],
-            multiplier,
-            phi,
-            objective.token_weights(mask),
-            entropy_weights,
-        )
-    ]
     loss, logprobs, entropy, *_ = linear_grpo_op(
         hidden,
         head.weight,
         targets,
         head.bias,
-        *flat,
+        row_values(advantages),
+        None if old_logprobs is None else old_logprobs.to(mask.dtype),
+        None if ref_logprobs is None else ref_logprobs.to(mask.dtype),
+        row_values(sampler_ratio),
+        row_values(phi),
+        row_values(objective.token_weights(mask)),
+        row_values(entropy_weights),
         head.temperature,
         head.logit_scale,
         head.softcap,

@@ -289,6 +289,8 @@ def vespo_weights(
     log_weight = (log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO) * mask).sum(-1, keepdim=True)
     if sampler_ratio is not None:
         log_sampler = sampler_ratio.log().clamp(_LOG_MIN_RATIO, _MAX_LOG_RATIO)
+        if log_sampler.shape == mask.shape:
+            log_sampler = torch.where(mask.bool(), log_sampler, 0.0)
         log_weight = log_weight + log_sampler.sum(-1, keepdim=True)
     log_weight = log_weight.clamp(_LOG_MIN_RATIO, _MAX_LOG_RATIO)
     gain = advantages >= 0
