@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastgrpo.checks import require_device_of, require_float, require_tensor
 from fastgrpo.chunking import ChunkPlan
 from fastgrpo.objective import GRPOStats, Objective, grpo_loss, row_local_terms_exist, vespo_weights
 from fastgrpo.ops import accumulation_dtype, linear_grpo_op, linear_logprob_op, objective_constants
@@ -144,7 +145,7 @@ def linear_grpo_loss(
     """
     plan = ChunkPlan(chunk_bytes, num_chunks, logit_chunk_multiplier)
     head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
-    layout = _Segments(segments, hidden.shape[0])
+    layout = _Segments(segments, hidden)
     per_row = {
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
@@ -285,7 +286,10 @@ def _row_local_loss(
 class _Segments:
     """Between rows one after the other, `[N]`, and sequences side by side, `[B, T]`."""
 
-    def __init__(self, segments: Tensor, count: int) -> None:
+    def __init__(self, segments: Tensor, hidden: Tensor) -> None:
+        require_tensor("segments", segments)
+        require_device_of("hidden", hidden, "segments", segments)
+        count = hidden.shape[0]
         if segments.dim() != 1 or segments.dtype not in (torch.int32, torch.int64) or segments.numel() == 0:
             raise ValueError(
                 f"segments is {segments.dtype} of shape {tuple(segments.shape)}; give [B + 1] int32 or int64 offsets."
@@ -350,8 +354,8 @@ def _check_head(
     compute_dtype: torch.dtype | None,
 ) -> _Head:
     for name, value in (("hidden", hidden), ("weight", weight), ("targets", targets), ("bias", bias)):
-        if not isinstance(value, Tensor) and not (name == "bias" and value is None):
-            raise TypeError(f"{name} is a {type(value).__name__}; give a torch.Tensor.")
+        if name != "bias" or value is not None:
+            require_tensor(name, value)
     if hidden.dim() != 2:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)}; it must be [N, H]: one row a scored token. "
@@ -371,10 +375,9 @@ def _check_head(
     for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if value is not None and value.dtype not in _FLOATS:
             raise TypeError(f"{name} is {value.dtype}; it must be bfloat16, float16 or float32 (float64 to verify).")
-        if value is not None and value.device != hidden.device:
-            raise ValueError(f"{name} is on {value.device} and hidden on {hidden.device}; move both to one device.")
-    if targets.device != hidden.device:
-        raise ValueError(f"targets is on {targets.device} and hidden on {hidden.device}; move both to one device.")
+        if value is not None:
+            require_device_of("hidden", hidden, name, value)
+    require_device_of("hidden", hidden, "targets", targets)
     if not temperature > 0 or temperature == float("inf"):
         raise ValueError(f"temperature is {temperature}; it must be a finite number above 0.")
     if softcap is not None and not softcap > 0:
@@ -411,10 +414,10 @@ def _check_values(hidden: Tensor, values: dict[str, Tensor | None], lengths: set
     for name, value in values.items():
         if value is None:
             continue
+        require_tensor(name, value)
         if value.dim() != 1 or value.shape[0] not in lengths:
             wanted = " or ".join(f"[{length}]" for length in sorted(lengths))
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {wanted}.")
-        if value.device != hidden.device:
-            raise ValueError(f"{name} is on {value.device} and hidden on {hidden.device}; move both to one device.")
-        if name != "loss_mask" and not value.is_floating_point():
-            raise TypeError(f"{name} is {value.dtype}; it must be a float tensor.")
+        require_device_of("hidden", hidden, name, value)
+        if name != "loss_mask":
+            require_float(name, value)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastgrpo.checks import require_device_of, require_float, require_tensor
+
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 BATCH_NORMALISED_LOSS_TYPES = ("dapo", "cispo", "vespo")
@@ -492,11 +494,11 @@ def grpo_loss(
         0-d loss, and GRPOStats.
 
     Raises:
-        ValueError: a tensor of the wrong shape, or one that `objective` needs is missing.
+        TypeError, ValueError: a tensor of the wrong kind, shape or device, or one that `objective` needs is missing.
 
     Source: TRL 1.16 `GRPOTrainer._compute_loss`.
     """
-    _check_shapes(logprobs, advantages, mask, old_logprobs, ref_logprobs, sampler_ratio, sampling_logprobs, entropy)
+    _check_tensors(logprobs, advantages, mask, old_logprobs, ref_logprobs, sampler_ratio, sampling_logprobs, entropy)
     if entropy is None and (objective.entropy_coef != 0.0 or objective.top_entropy_quantile < 1.0):
         raise ValueError(
             f"entropy_coef={objective.entropy_coef} and top_entropy_quantile={objective.top_entropy_quantile} need the "
@@ -638,7 +640,7 @@ def _require_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, allowed))}.")
 
 
-def _check_shapes(
+def _check_tensors(
     logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
@@ -648,6 +650,8 @@ def _check_shapes(
     sampling_logprobs: Tensor | None,
     entropy: Tensor | None,
 ) -> None:
+    for name, value in (("logprobs", logprobs), ("advantages", advantages), ("mask", mask)):
+        require_tensor(name, value)
     if logprobs.dim() != 2 or not logprobs.is_floating_point():
         raise ValueError(
             f"logprobs is {logprobs.dtype} of shape {tuple(logprobs.shape)}; give a float tensor [B, T]: sequences by "
@@ -664,6 +668,12 @@ def _check_shapes(
         ("entropy", entropy, allowed),
         ("sampler_ratio", sampler_ratio, {full, (batch, 1)}),
     ):
-        if value is not None and tuple(value.shape) not in shapes:
+        if value is None:
+            continue
+        require_tensor(name, value)
+        require_device_of("logprobs", logprobs, name, value)
+        if name != "mask":
+            require_float(name, value)
+        if tuple(value.shape) not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in sorted(shapes, key=len))
             raise ValueError(f"{name} has shape {tuple(value.shape)}; with logprobs {full} it must be {wanted}.")

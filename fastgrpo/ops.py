@@ -197,7 +197,7 @@ def linear_logprob_backward_op(
         Gradients of hidden, weight and bias in their dtypes, summed in fp32 (fp64); empty where not needed.
     """
     transform = Transform(temperature, logit_scale, softcap)
-    gradients = _HeadGradients(hidden, weight, bias, compute_dtype, need_hidden, need_weight, need_bias)
+    gradients = _HeadGradients(hidden, weight, bias, compute_dtype, need_hidden, need_weight, need_bias, rounded=True)
     alive = torch.zeros_like(targets, dtype=torch.bool)
     for grad in (grad_logprobs, grad_entropy):
         if grad is not None:
@@ -240,7 +240,11 @@ def _(
     need_weight,
     need_bias,
 ):
-    return _fake_gradients(hidden, weight, bias, need_hidden, need_weight, need_bias)
+    return (
+        hidden.new_empty(hidden.shape if need_hidden else 0),
+        weight.new_empty(weight.shape if need_weight else 0),
+        (weight if bias is None else bias).new_empty(weight.shape[0] if need_bias else 0),
+    )
 
 
 @torch.library.custom_op("fastgrpo::linear_grpo", mutates_args=())
@@ -281,11 +285,12 @@ def linear_grpo_op(
         need_hidden, need_weight, need_bias: which gradients to compute.
 
     Returns:
-        loss (0-d), logprobs `[N]`, entropy `[N]`, and d loss / d hidden, weight, bias; empty where unused.
+        loss (0-d), logprobs `[N]`, entropy `[N]`, and d loss / d hidden, weight, bias, all in fp32 (fp64); empty where
+        unused.
     """
     transform = Transform(temperature, logit_scale, softcap)
     objective = objective_from_constants(loss_type, constants)
-    gradients = _HeadGradients(hidden, weight, bias, compute_dtype, need_hidden, need_weight, need_bias)
+    gradients = _HeadGradients(hidden, weight, bias, compute_dtype, need_hidden, need_weight, need_bias, rounded=False)
     logprobs = hidden.new_zeros(hidden.shape[0], dtype=gradients.dtype)
     entropy = _zeros_if(with_entropy, hidden, (hidden.shape[0],), gradients.dtype)
     any_gradient = need_hidden or need_weight or need_bias
@@ -361,13 +366,16 @@ def _(
         hidden.new_empty((), dtype=dtype),
         hidden.new_empty(count, dtype=dtype),
         hidden.new_empty(count if with_entropy else 0, dtype=dtype),
-        *_fake_gradients(hidden, weight, bias, need_hidden, need_weight, need_bias),
+        hidden.new_empty(hidden.shape if need_hidden else 0, dtype=dtype),
+        hidden.new_empty(weight.shape if need_weight else 0, dtype=dtype),
+        hidden.new_empty(weight.shape[0] if need_bias else 0, dtype=dtype),
     )
 
 
 def _grpo_context(ctx, inputs, output) -> None:
     ctx.needs = inputs[-3:]
     ctx.inputs = len(inputs)
+    ctx.dtypes = [None if x is None else x.dtype for x in (inputs[0], inputs[1], inputs[3])]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[3:])
 
@@ -376,9 +384,9 @@ def _grpo_backward(ctx, grad_loss, *_):
     grads = [None] * ctx.inputs
     if grad_loss is not None:
         # hidden, weight and bias are inputs 0, 1 and 3.
-        for position, need, grad in zip((0, 1, 3), ctx.needs, ctx.saved_tensors, strict=True):
+        for position, need, grad, dtype in zip((0, 1, 3), ctx.needs, ctx.saved_tensors, ctx.dtypes, strict=True):
             if need:
-                grads[position] = (grad_loss * grad).to(grad.dtype)
+                grads[position] = (grad_loss * grad).to(dtype)
     return tuple(grads)
 
 
@@ -415,7 +423,12 @@ def objective_from_constants(loss_type: str, constants: list[float]) -> Objectiv
 
 
 class _HeadGradients:
-    """Sums of the head's gradients over chunks, in fp32 (fp64), rounded once to the dtypes of the inputs."""
+    """
+    Sums of the head's gradients over chunks, in fp32 (fp64).
+
+    `rounded`: give them in the dtypes of the inputs. Where a loss scale is still to come, a 16-bit gradient would
+    underflow, so they stay in fp32.
+    """
 
     def __init__(
         self,
@@ -426,10 +439,11 @@ class _HeadGradients:
         need_hidden: bool,
         need_weight: bool,
         need_bias: bool,
+        rounded: bool,
     ) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.hidden, self.weight, self.bias, self.rounded = hidden, weight, bias, rounded
         self.compute_dtype, self.dtype = compute_dtype, accumulation_dtype(compute_dtype)
-        self.grad_hidden = _zeros_if(need_hidden, hidden, hidden.shape, hidden.dtype)
+        self.grad_hidden = _zeros_if(need_hidden, hidden, hidden.shape, hidden.dtype if rounded else self.dtype)
         self.grad_weight = _zeros_if(need_weight, weight, weight.shape, self.dtype)
         self.grad_bias = _zeros_if(need_bias, weight, weight.shape[:1], self.dtype)
         self.needs = need_hidden, need_weight, need_bias
@@ -440,7 +454,7 @@ class _HeadGradients:
         need_hidden, need_weight, need_bias = self.needs
         if need_hidden:
             grad_hidden = back_project(grad, self.operand, self.compute_dtype).mul_(outer)
-            self.grad_hidden.index_copy_(0, index, grad_hidden.to(self.hidden.dtype))
+            self.grad_hidden.index_copy_(0, index, grad_hidden.to(self.grad_hidden.dtype))
         if need_weight:
             add_weight_grad_(self.grad_weight, grad, self.hidden[index], self.compute_dtype, outer)
         if need_bias:
@@ -448,18 +462,10 @@ class _HeadGradients:
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of hidden, weight and bias; empty where not needed."""
+        if not self.rounded:
+            return self.grad_hidden, self.grad_weight, self.grad_bias
         bias_dtype = self.weight.dtype if self.bias is None else self.bias.dtype
         return self.grad_hidden, self.grad_weight.to(self.weight.dtype), self.grad_bias.to(bias_dtype)
-
-
-def _fake_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, need_hidden: bool, need_weight: bool, need_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        hidden.new_empty(hidden.shape if need_hidden else 0),
-        weight.new_empty(weight.shape if need_weight else 0),
-        (weight if bias is None else bias).new_empty(weight.shape[0] if need_bias else 0),
-    )
 
 
 def _zeros_if(wanted: bool, like: Tensor, shape, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgrpo.checks import require_device_of, require_tensor
+
 
 @dataclass(frozen=True)
 class LeftPacked:
@@ -54,6 +56,9 @@ def left_pack(input_ids: Tensor, attention_mask: Tensor) -> LeftPacked:
         ValueError: not two tensors of one shape `[B, L]`.
         TypeError: ids or mask in a dtype that is no id or mask.
     """
+    for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        require_tensor(name, value)
+    require_device_of("input_ids", input_ids, "attention_mask", attention_mask)
     if input_ids.dim() != 2 or input_ids.shape != attention_mask.shape:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)}; both must be "

@@ -1,0 +1,25 @@
+"""Checks of tensor arguments: what was given, what is allowed, what to do. They look at no values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def require_tensor(name: str, value: Any) -> None:
+    """Raises `TypeError` unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; give a torch.Tensor.")
+
+
+def require_device_of(other_name: str, other: Tensor, name: str, value: Tensor) -> None:
+    """Raises `ValueError` unless both tensors live on one device."""
+    if value.device != other.device:
+        raise ValueError(f"{name} is on {value.device} and {other_name} on {other.device}; move both to one device.")
+
+
+def require_float(name: str, value: Tensor) -> None:
+    """Raises `TypeError` unless the tensor is floating point."""
+    if not value.is_floating_point():
+        raise TypeError(f"{name} is {value.dtype}; it must be a float tensor.")
