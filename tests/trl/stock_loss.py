@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from math import isnan
 from typing import Any
 
 import torch
@@ -40,13 +41,18 @@ def stock_config(**options: Any) -> GRPOConfig:
         "output_dir": "unused",
         "use_cpu": True,
         "bf16": False,
-        "gradient_checkpointing": False,
         "report_to": "none",
         "per_device_train_batch_size": 8,
         "num_generations": 2,
         **options,
     }
     return GRPOConfig(**settings)
+
+
+class _Accelerator(Accelerator):
+    """A single-process accelerator that can be told to count more processes; accelerate's own state stays as it is."""
+
+    num_processes = 1
 
 
 class StockTrainer(GRPOTrainer):
@@ -65,9 +71,8 @@ class StockTrainer(GRPOTrainer):
     ) -> None:
         # Building a GRPOConfig resets accelerate's shared state, so the accelerator must come after it.
         self.args = args
-        self.accelerator = Accelerator(cpu=True)
-        self.accelerator.gradient_state._set_sync_gradients(True)
-        self.accelerator.state.num_processes = num_processes
+        self.accelerator = _Accelerator(cpu=True)
+        self.accelerator.num_processes = num_processes
         self.model = torch.nn.Identity().train(training)
         self.model.is_gradient_checkpointing = False
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
@@ -83,7 +88,9 @@ class StockTrainer(GRPOTrainer):
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
         self._scores: tuple[Tensor, Tensor | None, Tensor | None] | None = None
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _get_per_token_logps_and_entropies(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return self._scores
 
     @property
@@ -135,9 +142,18 @@ class StockTrainer(GRPOTrainer):
             The generation batch, with `importance_sampling_ratio` and `num_items_in_batch`.
         """
         rows = range(len(lengths))
-        sampled = [[None if x != x else x for x in sampling_logprobs[i, : lengths[i]].tolist()] for i in rows]
+        sampled = [[None if isnan(x) else x for x in sampling_logprobs[i, : lengths[i]].tolist()] for i in rows]
         tools = None if tool_mask is None else [tool_mask[i, : lengths[i]].tolist() for i in rows]
-        generated = ([[1]] * len(lengths), [[1] * n for n in lengths], tools, [""] * len(lengths), sampled, {}, None, None)
+        generated = (
+            [[1]] * len(lengths),
+            [[1] * n for n in lengths],
+            tools,
+            [""] * len(lengths),
+            sampled,
+            {},
+            None,
+            None,
+        )
         self._generate = lambda prompts: generated
         self._calculate_rewards = lambda *args: torch.arange(len(lengths), dtype=torch.float32).unsqueeze(1)
         self._scores = (old_logprobs, None, None)

@@ -1,0 +1,868 @@
+"""Claims about the GRPO objective. That its formulas are TRL's is tested in tests/trl/test_objective_parity.py."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastgrpo import AdaptiveEntropy, Objective, grpo_loss, sampler_importance_ratio
+from fastgrpo.objective import (
+    BATCH_NORMALISED_LOSS_TYPES,
+    CLIPPED_LOSS_TYPES,
+    IMPORTANCE_SAMPLING_LEVELS,
+    LOSS_TYPES,
+    SAMPLER_RATIO_MODES,
+    high_entropy_mask,
+    off_policy_mask,
+    row_local_terms_exist,
+    token_grad,
+    token_terms,
+    vespo_weights,
+)
+
+every_loss_type = pytest.mark.parametrize("loss_type", LOSS_TYPES)
+every_level = pytest.mark.parametrize("level", IMPORTANCE_SAMPLING_LEVELS)
+
+
+def objective(loss_type: str, **options: Any) -> Objective:
+    return Objective(loss_type=loss_type, max_completion_length=16, **options)
+
+
+def ragged_mask(*lengths: int) -> Tensor:
+    return (torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)).long()
+
+
+def make(rows: int, width: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Every per-token argument of `grpo_loss` at once, and a mask with short rows and holes."""
+    logprobs = -torch.rand(rows, width, dtype=dtype) * 3 - 0.05
+    lengths = torch.randint(1, width + 1, (rows, 1))
+    lengths[:1] = width
+    mask = (torch.arange(width) < lengths) & (torch.rand(rows, width) < 0.8)
+    mask[:, :1] = True
+    return {
+        "logprobs": logprobs,
+        "advantages": torch.randn(rows, width, dtype=dtype),
+        "mask": mask,
+        "old_logprobs": logprobs + 0.3 * torch.randn(rows, width, dtype=dtype),
+        "ref_logprobs": logprobs + 0.5 * torch.randn(rows, width, dtype=dtype),
+        "sampler_ratio": torch.rand(rows, width, dtype=dtype) + 0.5,
+        "sampling_logprobs": logprobs + 0.5 * torch.randn(rows, width, dtype=dtype),
+        "entropy": torch.rand(rows, width, dtype=dtype) * 2,
+    }
+
+
+def everything_on(loss_type: str, level: str = "token") -> Objective:
+    return objective(
+        loss_type,
+        importance_sampling_level=level,
+        beta=0.04,
+        delta=1.5,
+        off_policy_mask_threshold=0.05,
+        top_entropy_quantile=0.6,
+        entropy_coef=0.02,
+    )
+
+
+def run(options: Objective, tensors: dict[str, Tensor | None], scale: float = 1.0):
+    """Loss, stats, and the gradients of log-probs and entropy."""
+    tensors = dict(tensors)
+    for name in ("logprobs", "entropy"):
+        if tensors.get(name) is not None:
+            tensors[name] = tensors[name].clone().requires_grad_()
+    leaves = [tensors[name] for name in ("logprobs", "entropy") if tensors.get(name) is not None]
+    arguments = (tensors.pop(name) for name in ("logprobs", "advantages", "mask"))
+    loss, stats = grpo_loss(*arguments, options, **tensors)
+    grads = torch.autograd.grad(loss * scale, leaves, allow_unused=True, materialize_grads=True)
+    return loss.detach(), stats, grads
+
+
+# The exactness list.
+
+
+@every_level
+@every_loss_type
+def test_three_times_the_loss_gives_three_times_the_gradient(loss_type, level):
+    tensors = make(5, 7)
+    _, _, once = run(everything_on(loss_type, level), tensors)
+    _, _, thrice = run(everything_on(loss_type, level), tensors, scale=3.0)
+    for one, three in zip(once, thrice, strict=True):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(three, 3 * one, rtol=1e-13, atol=0)
+
+
+@every_loss_type
+def test_kl_is_not_clipped_its_gradient_is_alive_four_nats_away(loss_type):
+    logprobs = torch.full((1, 1), -5.0, dtype=torch.float64)
+    options = objective(loss_type, beta=1.0, use_bias_correction_kl=False)
+    tensors = {
+        "logprobs": logprobs,
+        "advantages": torch.zeros(1),
+        "mask": torch.ones(1, 1),
+        "ref_logprobs": logprobs + 4,
+    }
+    loss, _, (grad,) = run(options, tensors)
+    weight = 1 / 16 if loss_type == "dr_grpo" else 1.0
+    assert loss.item() == pytest.approx(weight * (math.exp(4) - 5), rel=1e-12)
+    assert grad.item() == pytest.approx(weight * (1 - math.exp(4)), rel=1e-12)
+
+
+DROPPED = {
+    "the off-policy mask": {"off_policy_mask_threshold": -1e9},
+    "the entropy mask": {"top_entropy_quantile": 0.0},
+    "the sampler ratio": {},
+}
+
+
+@every_level
+@pytest.mark.parametrize(
+    ("loss_type", "why"),
+    # vespo takes the sampler ratio into its weights instead of multiplying by it.
+    [case for case in itertools.product(LOSS_TYPES, DROPPED) if case != ("vespo", "the sampler ratio")],
+)
+def test_a_dropped_policy_term_keeps_its_kl(loss_type, why, level):
+    """Off-policy mask, entropy mask and sampler ratio multiply the policy term only."""
+    tensors = make(3, 6)
+    tensors["advantages"] = -torch.rand(3, dtype=torch.float64) - 0.1
+    tensors["sampler_ratio"] = torch.zeros(3, 6, dtype=torch.float64) if why == "the sampler ratio" else None
+    if why == "the entropy mask":
+        # Only the token of the highest entropy acts; what its policy term reaches is left out of the comparison below.
+        tensors["entropy"][0, 0] = 9.0
+    options = objective(loss_type, beta=0.5, importance_sampling_level=level, use_bias_correction_kl=False)
+    loss, _, (grad, _) = run(replace(options, **DROPPED[why]), tensors)
+    kl_only = {**tensors, "advantages": torch.zeros(3, dtype=torch.float64)}
+    kl_loss, _, (kl_grad, _) = run(options, kl_only)
+    if why == "the entropy mask":
+        touched = torch.zeros(3, 6, dtype=torch.bool)
+        touched[0, :] = level == "sequence"
+        touched[0, 0] = True
+        torch.testing.assert_close(grad[~touched], kl_grad[~touched], rtol=1e-12, atol=1e-15)
+    else:
+        torch.testing.assert_close(loss, kl_loss, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(grad, kl_grad, rtol=1e-12, atol=1e-15)
+    assert kl_grad[tensors["mask"]].abs().min() > 0
+
+
+@pytest.mark.parametrize("poison", [1e4, -1e4, math.nan, math.inf, -math.inf])
+@every_level
+@every_loss_type
+def test_what_masked_columns_hold_does_no_harm(loss_type, level, poison):
+    tensors = make(5, 7)
+    masked = ~tensors["mask"]
+    options = everything_on(loss_type, level)
+    loss, stats, grads = run(options, tensors)
+    per_token = [name for name in tensors if name != "mask"]
+    for names in [per_token, *([name] for name in per_token)]:
+        poisoned = dict(tensors)
+        for name in names:
+            poisoned[name] = tensors[name].masked_fill(masked, poison)
+        poisoned_loss, poisoned_stats, poisoned_grads = run(options, poisoned)
+        assert poisoned_loss == loss, names
+        assert poisoned_stats.metrics() == stats.metrics(), names
+        for grad, poisoned_grad in zip(grads, poisoned_grads, strict=True):
+            assert torch.equal(poisoned_grad, grad), names
+            assert poisoned_grad[masked].eq(0).all(), names
+
+
+@every_loss_type
+def test_what_a_row_without_tokens_holds_does_no_harm(loss_type):
+    """Its advantage and its sequence-level sampler ratio, where these are one value a row."""
+    tensors = make(4, 6) | {"advantages": torch.randn(4, dtype=torch.float64)}
+    tensors["sampler_ratio"] = torch.rand(4, 1, dtype=torch.float64) + 0.5
+    tensors["mask"][2] = False
+    for level, name in itertools.product(IMPORTANCE_SAMPLING_LEVELS, ("advantages", "sampler_ratio")):
+        options = everything_on(loss_type, level)
+        loss, stats, grads = run(options, tensors)
+        for poison in (1e4, -1e4) if name == "advantages" else (0.0, 1e4):
+            poisoned = {**tensors, name: tensors[name].clone()}
+            poisoned[name][2] = poison
+            poisoned_loss, poisoned_stats, poisoned_grads = run(options, poisoned)
+            assert poisoned_loss == loss, name
+            assert all(torch.equal(a, b) for a, b in zip(poisoned_grads, grads, strict=True)), name
+            assert poisoned_stats.policy_loss == stats.policy_loss, name
+
+
+@every_loss_type
+def test_a_hole_in_the_mask_is_a_token_that_is_not_there(loss_type):
+    """Tool output inside a completion: the same as if the counted tokens stood side by side."""
+    tensors = make(4, 8)
+    mask = tensors["mask"]
+    order = mask.long().argsort(dim=1, descending=True, stable=True)
+    assert (mask.long().diff(dim=1) > 0).any(), "no hole in this mask"
+    closed = {name: value.gather(1, order) for name, value in tensors.items()}
+    for level in IMPORTANCE_SAMPLING_LEVELS:
+        loss, stats, grads = run(everything_on(loss_type, level), tensors)
+        closed_loss, closed_stats, closed_grads = run(everything_on(loss_type, level), closed)
+        torch.testing.assert_close(loss, closed_loss, rtol=1e-12, atol=1e-14)
+        for grad, closed_grad in zip(grads, closed_grads, strict=True):
+            torch.testing.assert_close(grad.gather(1, order), closed_grad, rtol=1e-12, atol=1e-14)
+        assert stats.metrics() == pytest.approx(closed_stats.metrics(), rel=1e-12)
+
+
+@pytest.mark.parametrize("given_old", [False, True], ids=["old absent", "old given"])
+@every_level
+@every_loss_type
+def test_the_ratio_is_exactly_one_on_the_first_on_policy_step(loss_type, level, given_old):
+    """With a clip range of width 0 and a cap of 1 nothing counts as clipped, and the policy loss is minus the advantage."""
+    tensors = make(4, 6, torch.float32)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0])
+    options = objective(
+        loss_type,
+        importance_sampling_level=level,
+        epsilon=0.0,
+        epsilon_high=1.0 if loss_type == "cispo" else 0.0,
+        num_items_in_batch=1.0,
+    )
+    old = tensors["logprobs"].clone() if given_old else None
+    arguments = {
+        "logprobs": tensors["logprobs"],
+        "advantages": advantages,
+        "mask": tensors["mask"],
+        "old_logprobs": old,
+    }
+    loss, stats, (grad,) = run(options, arguments)
+    clipped = [value for name, value in stats.metrics().items() if "clip" in name]
+    assert all(value == 0.0 for value in clipped)
+    weights = options.token_weights(tensors["mask"])
+    per_token = -advantages.unsqueeze(1) * weights
+    if loss_type in ("cispo", "vespo"):
+        torch.testing.assert_close(loss, (per_token * tensors["logprobs"]).sum(), rtol=1e-6, atol=1e-6)
+    elif loss_type == "sapo":
+        taus = torch.where(advantages > 0, 1.0, 1.05).unsqueeze(1)
+        torch.testing.assert_close(loss, (per_token * 2 / taus).sum(), rtol=1e-6, atol=1e-6)
+    else:
+        torch.testing.assert_close(loss, per_token.sum(), rtol=1e-6, atol=1e-6)
+    if loss_type in CLIPPED_LOSS_TYPES:
+        return  # a clip range of width 0 is a tie of all terms; the next test has the gradient
+    torch.testing.assert_close(grad, per_token, rtol=1e-5, atol=1e-7)
+
+
+@every_level
+@every_loss_type
+def test_the_on_policy_gradient_is_minus_the_advantage_times_the_weight(loss_type, level):
+    tensors = make(4, 6)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64)
+    options = objective(loss_type, importance_sampling_level=level, epsilon_high=1.0 if loss_type == "cispo" else None)
+    _, _, (grad,) = run(options, {"logprobs": tensors["logprobs"], "advantages": advantages, "mask": tensors["mask"]})
+    expected = -advantages.unsqueeze(1) * options.token_weights(tensors["mask"].double())
+    # Python numbers that torch.where chooses from are float32, sapo's temperatures among them.
+    torch.testing.assert_close(grad, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("poison", [0.0, math.nan])
+@every_level
+@every_loss_type
+def test_an_all_masked_micro_batch_gives_a_differentiable_zero(loss_type, level, poison):
+    tensors = {name: torch.full((3, 4), poison) for name in make(3, 4)}
+    tensors["mask"] = torch.zeros(3, 4)
+    loss, stats, grads = run(everything_on(loss_type, level), tensors)
+    assert loss == 0
+    assert all(grad.eq(0).all() for grad in grads)
+    metrics = stats.metrics()
+    extremes = {metrics.pop(name, math.nan) for name in ("clip_ratio/low_min", "clip_ratio/high_max")}
+    assert all(math.isnan(value) for value in extremes)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["policy_loss"] == 0
+
+
+@pytest.mark.parametrize(("rows", "width"), [(0, 5), (3, 0), (0, 0)])
+@every_level
+@every_loss_type
+def test_an_empty_batch_gives_a_differentiable_zero(loss_type, level, rows, width):
+    tensors = {name: torch.zeros(rows, width) for name in make(1, 1)}
+    for advantages in (torch.zeros(rows), torch.zeros(rows, width)):
+        loss, stats, grads = run(everything_on(loss_type, level), {**tensors, "advantages": advantages})
+        assert loss == 0
+        assert [tuple(grad.shape) for grad in grads] == [(rows, width)] * 2
+        assert stats.metrics()["policy_loss"] == 0
+
+
+def window_gradient(options: Objective, tensors: dict[str, Tensor], steps: int) -> Tensor:
+    """Sum of the gradients of `steps` micro-batches of equally many sequences."""
+    rows = tensors["mask"].shape[0]
+    return torch.cat(
+        [
+            run(options, {name: value[part] for name, value in tensors.items()})[2][0]
+            for part in torch.arange(rows).chunk(steps)
+        ]
+    )
+
+
+def accumulated(loss_type: str, tensors: dict[str, Tensor], steps: int, **options: Any) -> Tensor:
+    items = tensors["mask"].sum()
+    return window_gradient(
+        objective(loss_type, beta=0.04, gradient_accumulation_steps=steps, num_items_in_batch=items, **options),
+        tensors,
+        steps,
+    )
+
+
+def without_batch_statistics(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if name not in ("entropy", "sampling_logprobs")}
+
+
+@every_level
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
+def test_one_batch_and_four_accumulated_micro_batches_give_the_same_gradient(loss_type, level):
+    """
+    For every loss type but bnpo, given micro-batches of equally many sequences, however long these are.
+
+    dapo, cispo and vespo divide by the tokens of the whole batch; dr_grpo, luspo, grpo and sapo by the sequences of the
+    micro-batch and the number of micro-batches. bnpo divides by the tokens of the micro-batch: see the next test.
+    """
+    tensors = without_batch_statistics(make(8, 7))
+    one = accumulated(loss_type, tensors, 1, importance_sampling_level=level)
+    four = accumulated(loss_type, tensors, 4, importance_sampling_level=level)
+    assert one.abs().max() > 0
+    torch.testing.assert_close(four, one, rtol=1e-12, atol=1e-15)
+
+
+def test_bnpo_agrees_across_accumulation_only_where_micro_batches_hold_equally_many_tokens():
+    tensors = without_batch_statistics(make(8, 7))
+    even = {**tensors, "mask": ragged_mask(7, 2, 2, 7, 4, 5, 5, 4)}
+    torch.testing.assert_close(accumulated("bnpo", even, 4), accumulated("bnpo", even, 1), rtol=1e-12, atol=1e-15)
+    uneven = {**tensors, "mask": ragged_mask(7, 7, 2, 2, 4, 5, 5, 4)}
+    assert (accumulated("bnpo", uneven, 4) - accumulated("bnpo", uneven, 1)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("loss_type", BATCH_NORMALISED_LOSS_TYPES)
+def test_batch_normalised_losses_agree_across_micro_batches_of_unequal_size(loss_type):
+    tensors = without_batch_statistics(make(7, 7))  # chunks of 2, 2, 2 and 1
+    torch.testing.assert_close(
+        accumulated(loss_type, tensors, 4), accumulated(loss_type, tensors, 1), rtol=1e-12, atol=1e-15
+    )
+
+
+@pytest.mark.parametrize("loss_type", BATCH_NORMALISED_LOSS_TYPES)
+def test_a_generation_batch_of_two_steps_weighs_every_token_twice_as_much_as_one_step_would(loss_type):
+    """steps_per_generation 8 with 4 accumulated: each of the two steps averages over half of the generation batch."""
+    tensors = without_batch_statistics(make(16, 7))
+    items = tensors["mask"].sum()
+    options = objective(
+        loss_type, gradient_accumulation_steps=4, steps_per_generation=8, num_items_in_batch=items, beta=0.04
+    )
+    whole = accumulated(loss_type, tensors, 1)
+    torch.testing.assert_close(window_gradient(options, tensors, 8), 2 * whole, rtol=1e-12, atol=1e-15)
+
+
+@every_loss_type
+def test_two_processes_average_to_the_gradient_of_one(loss_type):
+    """Data-parallel training averages gradients over processes."""
+    tensors = without_batch_statistics(make(8, 7))
+    tensors["mask"] = ragged_mask(7, 6, 2, 3, 5, 5, 4, 4)  # 18 tokens each, as bnpo needs
+    items = tensors["mask"].sum()
+    single = run(objective(loss_type, beta=0.04, num_items_in_batch=items), tensors)[2][0]
+    halves = window_gradient(objective(loss_type, beta=0.04, num_items_in_batch=items, num_processes=2), tensors, 2)
+    torch.testing.assert_close(halves / 2, single, rtol=1e-12, atol=1e-15)
+
+
+@every_loss_type
+def test_evaluation_is_not_divided_by_accumulation(loss_type):
+    tensors = make(4, 6)
+    items = tensors["mask"].sum()
+    once = replace(everything_on(loss_type), num_items_in_batch=items)
+    evaluation = replace(once, training=False, gradient_accumulation_steps=4, steps_per_generation=8)
+    assert run(evaluation, tensors)[0] == run(once, tensors)[0]
+
+
+@every_loss_type
+def test_a_micro_batch_that_is_alone_needs_no_item_count(loss_type):
+    tensors = make(4, 6)
+    for options in (
+        everything_on(loss_type),
+        replace(everything_on(loss_type), gradient_accumulation_steps=4, steps_per_generation=8, num_processes=3),
+        replace(everything_on(loss_type), gradient_accumulation_steps=4),
+        replace(everything_on(loss_type), gradient_accumulation_steps=4, training=False, num_processes=2),
+    ):
+        steps = (options.steps_per_generation or options.gradient_accumulation_steps) if options.training else 1
+        items = int(tensors["mask"].sum()) * options.num_processes * steps
+        expected = run(replace(options, num_items_in_batch=items), tensors)[0]
+        torch.testing.assert_close(run(options, tensors)[0], expected, rtol=1e-6, atol=0)
+
+
+@every_loss_type
+def test_the_item_count_may_be_a_tensor_or_a_number(loss_type):
+    tensors = make(4, 6)
+    values = [
+        run(replace(everything_on(loss_type), num_items_in_batch=items), tensors)[0]
+        for items in (40, 40.0, torch.tensor(40), torch.tensor(40.0))
+    ]
+    assert all(value == values[0] for value in values)
+
+
+def test_no_counted_item_in_the_batch_divides_by_one():
+    options = objective("dapo", num_items_in_batch=torch.tensor(0))
+    assert options.batch_normaliser(torch.zeros(2, 3)) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.float64])
+def test_the_mask_may_have_any_dtype(dtype):
+    tensors = make(4, 6)
+    expected = run(everything_on("dapo"), tensors)
+    loss, _, grads = run(everything_on("dapo"), {**tensors, "mask": tensors["mask"].to(dtype)})
+    assert loss == expected[0] and all(map(torch.equal, grads, expected[2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_loss_type
+def test_the_loss_keeps_the_dtype_of_the_log_probs(loss_type, dtype):
+    tensors = make(4, 6, dtype)
+    loss, stats, grads = run(everything_on(loss_type), tensors)
+    assert loss.dtype == stats.policy_loss.dtype == dtype
+    assert all(grad.dtype == dtype for grad in grads)
+
+
+@every_level
+@every_loss_type
+def test_inputs_are_left_as_they_are_and_statistics_are_detached(loss_type, level):
+    tensors = make(4, 6)
+    before = {name: value.clone() for name, value in tensors.items()}
+    _, stats, _ = run(everything_on(loss_type, level), tensors)
+    assert all(torch.equal(tensors[name], before[name]) for name in tensors)
+    found = [value for value in (*vars(stats).values(), *stats.sums.values()) if isinstance(value, Tensor)]
+    assert len(found) > 5 and not any(value.requires_grad for value in found)
+
+
+@every_level
+@every_loss_type
+def test_sums_of_two_processes_add_up_to_the_metrics_of_both(loss_type, level):
+    tensors = make(6, 7)
+    options = replace(everything_on(loss_type, level), top_entropy_quantile=1.0)
+    _, whole, _ = run(options, tensors)
+    parts = [
+        run(options, {name: value[rows] for name, value in tensors.items()})[1] for rows in (slice(0, 2), slice(2, 6))
+    ]
+    assert set(whole.sums) == set(parts[0].sums) and whole.sums
+    for name, total in whole.sums.items():
+        torch.testing.assert_close(parts[0].sums[name] + parts[1].sums[name], total, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(parts[0].entropy_bonus + parts[1].entropy_bonus, whole.entropy_bonus)
+    if loss_type in CLIPPED_LOSS_TYPES:
+        assert torch.equal(torch.cat([part.low_clip for part in parts]), whole.low_clip)
+        assert torch.equal(torch.cat([part.high_clip for part in parts]), whole.high_clip)
+
+
+def test_clip_metrics_see_the_ratio_after_the_delta_clamp():
+    """A ratio of 3 counts as clipped where delta is 2, and no more where delta lies inside the clip range."""
+    logprobs = torch.full((1, 2), -1.0)
+    tensors = {"advantages": torch.ones(1), "mask": torch.ones(1, 2), "old_logprobs": logprobs - math.log(3)}
+    for delta, expected in ((None, 1.0), (2.0, 1.0), (1.2, 0.0), (1.1, 0.0)):
+        _, stats, _ = run(objective("grpo", delta=delta), {"logprobs": logprobs, **tensors})
+        assert stats.metrics()["clip_ratio/high_mean"] == expected, delta
+
+
+def test_clip_extremes_ignore_rows_without_a_token():
+    logprobs = torch.full((3, 2), -1.0)
+    tensors = {
+        "logprobs": logprobs,
+        "advantages": torch.tensor([1.0, -1.0, 1.0]),
+        "mask": ragged_mask(2, 1, 0),
+        "old_logprobs": logprobs + torch.tensor([[-1.0, 0.0], [1.0, 0.0], [-1.0, -1.0]]),
+    }
+    metrics = run(objective("grpo"), tensors)[1].metrics()
+    assert metrics["clip_ratio/high_max"] == 0.5 and metrics["clip_ratio/low_min"] == 0.0
+    assert metrics["clip_ratio/high_mean"] == metrics["clip_ratio/low_mean"] == pytest.approx(1 / 3)
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(2 / 3)
+
+
+def test_an_entropy_without_a_bonus_carries_no_gradient():
+    tensors = make(4, 6)
+    _, stats, (_, grad) = run(replace(everything_on("grpo"), entropy_coef=0.0), tensors)
+    assert grad.eq(0).all() and stats.entropy_bonus is not None
+
+
+@every_loss_type
+def test_the_auxiliary_loss_is_added_once_per_step(loss_type):
+    tensors = make(4, 6)
+    options = replace(everything_on(loss_type), gradient_accumulation_steps=4)
+    aux = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    arguments = (tensors.pop("logprobs"), tensors.pop("advantages"), tensors.pop("mask"))
+    plain, _ = grpo_loss(*arguments, options, **tensors)
+    loss, stats = grpo_loss(*arguments, options, aux_loss=aux, router_aux_loss_coef=0.1, **tensors)
+    assert (loss - plain).item() == pytest.approx(0.05)
+    assert torch.autograd.grad(loss, aux)[0].item() == pytest.approx(0.025)
+    accumulation = 1 if loss_type in BATCH_NORMALISED_LOSS_TYPES else 4
+    bonus = 0.02 * stats.entropy_bonus[0] / stats.entropy_bonus[1] / 4
+    assert stats.policy_loss.item() == pytest.approx(accumulation * (plain + bonus).item(), rel=1e-6)
+
+
+# The closed-form gradient.
+
+
+@st.composite
+def token_cases(draw: st.DrawFn) -> tuple[Objective, dict[str, Tensor | None]]:
+    """Tokens whose ratios lie on the clip range's bounds, on `delta`, on both, or anywhere."""
+    count = 8
+    step = st.sampled_from([0.0, 0.0, 0.3, -0.3, 0.2]) | st.floats(-0.69, 0.69)
+
+    def column(element: st.SearchStrategy[float]) -> Tensor:
+        return torch.tensor(draw(st.lists(element, min_size=count, max_size=count)), dtype=torch.float64)
+
+    on_policy = draw(st.booleans())
+    logprobs = -column(st.floats(0.0, 5.0))
+    old_logprobs = None
+    ratio = torch.ones(count, dtype=torch.float64)
+    if not on_policy:
+        old_logprobs = logprobs - column(step)
+        ratio = torch.exp(logprobs - old_logprobs)
+    # For ratios in [0.5, 2], 1 - (1 - r) and 1 + (r - 1) are exactly r.
+    bounds = [r for r in ratio.tolist() if 0.5 <= r <= 2.0]
+    below, above = [1 - r for r in bounds if r <= 1], [r - 1 for r in bounds if r >= 1]
+    loss_type = draw(st.sampled_from(LOSS_TYPES))
+    options = objective(
+        loss_type,
+        epsilon=draw(st.sampled_from([0.2, 0.0, *below])),
+        epsilon_high=draw(st.sampled_from([None, 0.28, *(bounds if loss_type == "cispo" else above)])),
+        delta=draw(st.sampled_from([None, 0.9, 4.0, *bounds])),
+        beta=draw(st.sampled_from([0.0, 0.04, 1.0])),
+        use_bias_correction_kl=draw(st.booleans()),
+        sapo_temperature_pos=draw(st.floats(0.5, 2.0)),
+        sapo_temperature_neg=draw(st.floats(0.5, 2.0)),
+    )
+    return options, {
+        "logprobs": logprobs,
+        "advantages": column(st.sampled_from([1.0, -1.0, 0.0, -0.0]) | st.floats(-3.0, 3.0)),
+        "old_logprobs": old_logprobs,
+        "ref_logprobs": logprobs + column(st.floats(-4.0, 4.0)),
+        "multiplier": column(st.sampled_from([0.0, 1.0, 0.7])) if draw(st.booleans()) else None,
+        "phi": column(st.floats(0.0, 8.0)),
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=token_cases())
+def test_the_closed_form_gradient_is_autograd_s_at_ties_and_bounds_too(case):
+    options, tensors = case
+    leaf = tensors["logprobs"].clone().requires_grad_()
+    old = leaf.detach() if tensors["old_logprobs"] is None else tensors["old_logprobs"]
+    terms = token_terms(
+        options,
+        leaf,
+        tensors["advantages"],
+        leaf - old,
+        tensors["ref_logprobs"],
+        tensors["multiplier"],
+        tensors["phi"],
+    )
+    (expected,) = torch.autograd.grad(terms.loss.sum(), leaf)
+    found = token_grad(options, **tensors)
+    error = ((found - expected).abs() / (1 + expected.abs())).max().item()
+    assert error <= 1e-12, f"worst error {error:.2e}: {found} against {expected}"
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(("log_ratio", "epsilon"), [(math.log(2.0), 1.0), (math.log(0.5), 0.5), (0.0, 0.0)])
+def test_a_ratio_on_the_bound_takes_half_of_each_branch_as_torch_min_does(log_ratio, epsilon, advantage):
+    logprobs = torch.tensor([-1.0], dtype=torch.float64)
+    ratio = math.exp(log_ratio)
+    options = objective("grpo", epsilon=epsilon)
+    assert 1 - epsilon == ratio or 1 + epsilon == ratio
+    old = torch.tensor([-1.0 - log_ratio], dtype=torch.float64)
+    grad = token_grad(options, logprobs, torch.tensor([advantage], dtype=torch.float64), old)
+    # Both branches are alive at the bound (clamp passes its gradient on there), so the halves add up.
+    assert grad.item() == pytest.approx(-ratio * advantage, rel=1e-12)
+
+
+@st.composite
+def row_local_cases(draw: st.DrawFn) -> tuple[Objective, dict[str, Tensor | None]]:
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    tensors = make(draw(st.integers(1, 4)), draw(st.integers(2, 6)))
+    on_policy = draw(st.booleans())
+    if on_policy:
+        tensors["old_logprobs"] = None
+    if draw(st.booleans()):
+        tensors["advantages"] = tensors["advantages"][:, 0]
+    sampler = draw(st.sampled_from(["none", "sequence", "token"]))
+    tensors["sampler_ratio"] = {
+        "none": None,
+        "sequence": tensors["sampler_ratio"][:, :1],
+        "token": tensors["sampler_ratio"],
+    }[sampler]
+    options = objective(
+        draw(st.sampled_from(LOSS_TYPES)),
+        importance_sampling_level=draw(st.sampled_from(IMPORTANCE_SAMPLING_LEVELS)),
+        epsilon=draw(st.sampled_from([0.2, 0.0])),
+        epsilon_high=draw(st.sampled_from([None, 1.2])),
+        delta=draw(st.sampled_from([None, 1.1, 0.9])),
+        beta=draw(st.sampled_from([0.0, 0.04])),
+        use_bias_correction_kl=draw(st.booleans()),
+        gradient_accumulation_steps=draw(st.sampled_from([1, 4])),
+    )
+    return options, tensors
+
+
+def is_row_local(options: Objective, tensors: dict[str, Tensor | None]) -> bool:
+    sampler_ratio = tensors["sampler_ratio"]
+    return row_local_terms_exist(
+        options,
+        on_policy=tensors["old_logprobs"] is None,
+        per_token_advantages=tensors["advantages"].dim() == 2,
+        per_token_sampler_ratio=sampler_ratio is not None and sampler_ratio.shape[1] > 1,
+    )
+
+
+def closed_form(options: Objective, tensors: dict[str, Tensor | None]) -> Tensor:
+    """`token_weights * token_grad`, from what is known of every token before any log-prob of this pass is."""
+    mask = tensors["mask"].double()
+    advantages = tensors["advantages"]
+    advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
+    sampler_ratio, phi = tensors["sampler_ratio"], None
+    if options.loss_type == "vespo":
+        if sampler_ratio is not None and sampler_ratio.shape[1] > 1:
+            sampler_ratio = torch.where(tensors["mask"], sampler_ratio, 1.0)
+        phi = vespo_weights(options, torch.zeros_like(mask), advantages, mask, sampler_ratio)
+        sampler_ratio = None
+    grad = token_grad(
+        options,
+        tensors["logprobs"],
+        advantages.expand_as(mask),
+        tensors["old_logprobs"],
+        tensors["ref_logprobs"],
+        sampler_ratio,
+        phi,
+    )
+    return grad * options.token_weights(mask)
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=row_local_cases())
+def test_where_the_objective_is_row_local_its_gradient_is_weight_times_closed_form(case):
+    options, tensors = case
+    if not is_row_local(options, tensors):
+        return
+    _, _, (expected, _) = run(options, tensors)
+    found = closed_form(options, tensors)
+    error = ((found - expected).abs() / (1 + expected.abs())).max().item()
+    assert error <= 1e-7, f"worst error {error:.2e}"  # float32: torch.where of two Python numbers
+
+
+NOT_ROW_LOCAL = {
+    "sequence ratio off-policy": ({"importance_sampling_level": "sequence"}, {}),
+    "sequence ratio with per-token advantages": (
+        {"importance_sampling_level": "sequence"},
+        {"old_logprobs": None, "advantages": torch.tensor([[1.0, -1.0, 2.0]], dtype=torch.float64)},
+    ),
+    "sequence ratio with a per-token sampler ratio": (
+        {"importance_sampling_level": "sequence"},
+        {"old_logprobs": None, "sampler_ratio": torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64)},
+    ),
+    "sequence ratio that corrects the KL": (
+        {"importance_sampling_level": "sequence", "beta": 0.5},
+        {"old_logprobs": None},
+    ),
+    "vespo off-policy": ({"loss_type": "vespo"}, {}),
+    "off-policy mask": ({"off_policy_mask_threshold": -1.0}, {}),
+    "entropy quantile": ({"top_entropy_quantile": 0.3}, {}),
+}
+
+
+@pytest.mark.parametrize("reason", NOT_ROW_LOCAL)
+def test_what_is_not_row_local_is_told_apart_and_would_come_out_wrong(reason):
+    options, change = NOT_ROW_LOCAL[reason]
+    logprobs = torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.float64)
+    tensors = {
+        "logprobs": logprobs,
+        "advantages": torch.tensor([-1.0], dtype=torch.float64),
+        "mask": torch.ones(1, 3, dtype=torch.bool),
+        "old_logprobs": logprobs + torch.tensor([[0.1, -0.1, 0.06]], dtype=torch.float64),
+        "ref_logprobs": logprobs + torch.tensor([[0.5, -0.5, 1.0]], dtype=torch.float64),
+        "sampler_ratio": None,
+        "sampling_logprobs": None,
+        "entropy": torch.tensor([[0.1, 0.2, 0.3]], dtype=torch.float64),
+        **change,
+    }
+    built = objective(**{"loss_type": "grpo", **options})
+    assert not is_row_local(built, tensors)
+    _, _, (expected, _) = run(built, tensors)
+    assert (closed_form(built, tensors) - expected).abs().max() > 1e-3
+
+
+# Masks, weights and ratios by themselves.
+
+
+def test_the_off_policy_mask_drops_only_bad_sequences_that_drifted():
+    logprobs = torch.tensor([[-2.0, -2.0]]).expand(5, 2)
+    sampling = logprobs + torch.tensor([[1.0], [1.0], [0.1], [1.0], [1.0]])
+    sampling[4, 0] = math.nan
+    mask = torch.tensor([[1.0, 1.0]] * 3 + [[0.0, 0.0], [1.0, 1.0]])
+    advantages = torch.tensor([[-1.0], [1.0], [-1.0], [-1.0], [-1.0]])
+    keep = off_policy_mask(logprobs, sampling, advantages, mask, threshold=0.5)
+    # The last row's token without a sampler's log-prob counts as no drift: (0 + 1) / 2 is not above 0.5.
+    assert keep.squeeze(1).tolist() == [0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_the_entropy_mask_ranks_counted_tokens_of_all_processes():
+    entropy, mask = torch.rand(6, 5), ragged_mask(5, 4, 3, 5, 0, 1)
+    entropy[:2] += 1  # so that a process that ranks only its own tokens is wrong
+    whole = high_entropy_mask(entropy, mask, 0.7)
+    assert whole.sum() == math.ceil(0.3 * mask.sum().item())
+    parts = slice(0, 2), slice(2, 6)
+    values = [entropy[rows][mask[rows].bool()] for rows in parts]
+    found = [
+        high_entropy_mask(entropy[rows], mask[rows], 0.7, gather=lambda mine, other=other: torch.cat([mine, other]))
+        for rows, other in zip(parts, reversed(values), strict=True)
+    ]
+    assert torch.equal(torch.cat(found), whole)
+    assert not whole[2:].any() and high_entropy_mask(entropy[2:], mask[2:], 0.7).any()
+
+
+def test_the_quantile_gathers_even_where_this_process_counts_no_token():
+    """Every process takes part in a collective, or all wait for ever."""
+    called = []
+    tensors = make(2, 3) | {"mask": torch.zeros(2, 3)}
+    arguments = (tensors.pop("logprobs"), tensors.pop("advantages"), tensors.pop("mask"))
+    grpo_loss(*arguments, everything_on("dapo"), gather=lambda x: called.append(x.shape) or x, **tensors)
+    assert called == [(0,)]
+
+
+@pytest.mark.parametrize("mode", SAMPLER_RATIO_MODES)
+def test_a_token_that_the_sampler_could_not_score_or_that_does_not_count_has_ratio_one(mode):
+    old = torch.tensor([[-1.0, -2.0, -0.5]])
+    sampling = torch.tensor([[math.nan, -2.0, 7.0]])
+    ratio = sampler_importance_ratio(old, sampling, torch.tensor([[1, 1, 0]]), mode)
+    assert ratio.tolist() == ([[1.0]] if mode.startswith("sequence") else [[1.0, 1.0, 1.0]])
+
+
+@every_level
+def test_vespo_weighs_an_on_policy_sequence_with_one(level):
+    mask = ragged_mask(4, 2).double()
+    zeros, advantages = torch.zeros_like(mask), torch.tensor([[1.0], [-1.0]])
+    phi = vespo_weights(objective("vespo", importance_sampling_level=level), zeros, advantages, mask)
+    assert phi.tolist() == [[1.0], [1.0]]
+
+
+def test_adaptive_entropy_waits_for_a_measurement_and_then_follows_the_target():
+    state = AdaptiveEntropy(coef=0.1, target=0.5, delta=0.05, coef_max=0.18)
+    assert state.applied == 0.0
+    state = state.after_step(entropy_sum=4.0, tokens=10)
+    assert (state.applied, state.last_entropy) == (pytest.approx(0.15), 0.4)
+    state = state.after_step(entropy_sum=5.0, tokens=10)  # exactly on the target counts as below
+    assert state.applied == pytest.approx(0.18)
+    state = state.after_step(entropy_sum=9.0, tokens=10)
+    assert state.applied == 0.0 and state.coef == pytest.approx(0.13)
+    for _ in range(9):
+        state = state.after_step(entropy_sum=9.0, tokens=10)
+    assert state.coef == 0.0
+    assert state.after_step(entropy_sum=0.0, tokens=0).last_entropy == 0.0
+
+
+# Bad input.
+
+BAD_OBJECTIVES = {
+    "loss type": ({"loss_type": "ppo"}, r"loss_type is 'ppo'; choose one of 'grpo', .*'vespo'"),
+    "loss type's case": ({"loss_type": "DAPO"}, r"loss_type is 'DAPO'; choose one of"),
+    "level": (
+        {"importance_sampling_level": "batch"},
+        "importance_sampling_level is 'batch'; choose one of 'token', 'seq",
+    ),
+    "quantile above 1": ({"top_entropy_quantile": 1.5}, r"top_entropy_quantile is 1.5; give a fraction in \[0, 1\]"),
+    "quantile below 0": ({"top_entropy_quantile": -0.1}, "top_entropy_quantile is -0.1; give"),
+    "quantile nan": ({"top_entropy_quantile": math.nan}, "top_entropy_quantile is nan; give"),
+    "temperature 0": ({"sapo_temperature_pos": 0.0}, "sapo_temperature_pos is 0.0; give a number above 0"),
+    "temperature below 0": ({"sapo_temperature_neg": -1.0}, "sapo_temperature_neg is -1.0; give a number above 0"),
+    "temperature nan": ({"sapo_temperature_neg": math.nan}, "sapo_temperature_neg is nan; give"),
+    "accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0; give .* at least 1"),
+    "processes": ({"num_processes": 0}, "num_processes is 0; give .* at least 1"),
+    "steps per generation": ({"steps_per_generation": 0}, "steps_per_generation is 0; give at least 1, or None"),
+    "dr_grpo without a length": ({"loss_type": "dr_grpo"}, "divides by max_completion_length, which is None; give"),
+    "dr_grpo with length 0": (
+        {"loss_type": "dr_grpo", "max_completion_length": 0},
+        "divides by max_completion_length, which is 0; give the number of tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OBJECTIVES)
+def test_a_bad_objective_says_what_was_given_and_what_is_allowed(case):
+    options, message = BAD_OBJECTIVES[case]
+    with pytest.raises(ValueError, match=message):
+        Objective(**options)
+
+
+def test_an_unknown_option_of_the_objective_is_an_error():
+    with pytest.raises(TypeError, match="epsilon_low"):
+        Objective(epsilon_low=0.2)
+
+
+BAD_INPUT = {
+    "log-probs 1d": ({"logprobs": torch.zeros(12)}, ValueError, r"logprobs is torch.float32 of shape \(12,\); give .*\[B, T\]"),
+    "log-probs integer": (
+        {"logprobs": torch.zeros(3, 4, dtype=torch.long)}, ValueError, "logprobs is torch.int64 .*give a float tensor",
+    ),
+    "mask": ({"mask": torch.ones(3, 5)}, ValueError, r"mask has shape \(3, 5\); with logprobs \(3, 4\) it must be \[3, 4\]"),
+    "mask a row": ({"mask": torch.ones(4)}, ValueError, r"mask has shape \(4,\).*must be \[3, 4\]"),
+    "advantages": ({"advantages": torch.zeros(4)}, ValueError, r"advantages has shape \(4,\).*\[3\] or \[3, "),
+    "advantages transposed": ({"advantages": torch.zeros(4, 3)}, ValueError, r"advantages has shape \(4, 3\).*\[3\] or"),
+    "old": ({"old_logprobs": torch.zeros(3)}, ValueError, r"old_logprobs has shape \(3,\).*must be \[3, 4\]"),
+    "reference": ({"ref_logprobs": torch.zeros(4, 3)}, ValueError, r"ref_logprobs has shape \(4, 3\).*must be \[3, 4\]"),
+    "sampling": ({"sampling_logprobs": torch.zeros(3, 1)}, ValueError, r"sampling_logprobs has shape \(3, 1\)"),
+    "entropy": ({"entropy": torch.zeros(1, 4)}, ValueError, r"entropy has shape \(1, 4\).*must be \[3, 4\]"),
+    "sampler ratio": ({"sampler_ratio": torch.ones(3)}, ValueError, r"sampler_ratio has shape \(3,\).*\[3, [14]\] or \[3"),
+    "no reference": ({"ref_logprobs": None}, ValueError, "beta is 0.04.* needs ref_logprobs; give them, or set beta=0"),
+    "no entropy": ({"entropy": None}, ValueError, "entropy_coef=0.02 and top_entropy_quantile=0.6 need .*give entropy="),
+    "not a tensor": ({"advantages": [1.0, 2.0, 3.0]}, TypeError, "advantages is a list.*Tensor"),
+    "no mask": ({"mask": None}, TypeError, "mask is a NoneType.*Tensor"),
+    "elsewhere": (
+        {"old_logprobs": torch.empty(3, 4, device="meta")}, ValueError, "old_logprobs is on meta and logprobs on cpu",
+    ),
+    "advantages elsewhere": (
+        {"advantages": torch.empty(3, device="meta")}, ValueError, "advantages is on meta and logprobs on cpu",
+    ),
+    "old integer": ({"old_logprobs": torch.zeros(3, 4, dtype=torch.long)}, TypeError, "old_logprobs is torch.int64.*float"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_says_what_was_given_and_what_is_allowed(case):
+    change, error, message = BAD_INPUT[case]
+    tensors = make(3, 4, torch.float32) | {"mask": torch.ones(3, 4)} | change
+    arguments = (tensors.pop("logprobs"), tensors.pop("advantages"), tensors.pop("mask"))
+    with pytest.raises(error, match=message):
+        grpo_loss(*arguments, everything_on("dapo"), **tensors)
+
+
+def test_an_entropy_bonus_alone_or_a_quantile_alone_needs_the_entropy():
+    tensors = make(3, 4) | {"entropy": None}
+    arguments = (tensors.pop("logprobs"), tensors.pop("advantages"), tensors.pop("mask"))
+    for options in ({"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}):
+        with pytest.raises(ValueError, match=r"give entropy=\[B, T\], or leave both at their defaults"):
+            grpo_loss(*arguments, objective("dapo", **options), **tensors)
+
+
+def test_token_terms_without_phi_or_reference_say_so():
+    logprobs, advantages = torch.zeros(3), torch.ones(3)
+    with pytest.raises(ValueError, match="loss_type='vespo' needs phi"):
+        token_terms(objective("vespo"), logprobs, advantages, logprobs)
+    with pytest.raises(ValueError, match=r"beta is 0\.1.* needs ref_logprobs"):
+        token_terms(objective("dapo", beta=0.1), logprobs, advantages, logprobs)
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence_clip", ""])
+def test_an_unknown_sampler_ratio_mode_names_the_modes(mode):
+    zeros = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=rf"mode is '{mode}'; choose one of 'token_truncate', .*'sequence_mask'"):
+        sampler_importance_ratio(zeros, zeros, zeros, mode)
+
+
+def test_every_combination_of_shapes_that_is_allowed_is_taken():
+    tensors = make(3, 4)
+    arguments = tensors.pop("logprobs"), tensors.pop("mask")
+    advantages, ratio = tensors.pop("advantages"), tensors.pop("sampler_ratio")
+    per_row = advantages[:, 0].contiguous()
+    losses = {}
+    for (name, value), (ratio_name, sampler) in itertools.product(
+        {"[B]": per_row, "[B, 1]": per_row.unsqueeze(1), "[B, T]": per_row.unsqueeze(1).expand(3, 4)}.items(),
+        {"[B, 1]": ratio[:, :1], "[B, T]": ratio[:, :1].expand(3, 4)}.items(),
+    ):
+        losses[name, ratio_name], _ = grpo_loss(
+            arguments[0], value, arguments[1], everything_on("dapo"), sampler_ratio=sampler, **tensors
+        )
+    first = losses["[B]", "[B, 1]"]
+    for name, loss in losses.items():
+        torch.testing.assert_close(loss, first, rtol=1e-12, atol=0, msg=str(name))
