@@ -61,13 +61,18 @@ class RunLog:
 
     Args:
         path: the new file; its folder is made.
+        run: values of the `run` line, which is written at once; `schema` and `started` (UTC) are filled in. For names see
+            `KEYS`.
 
     Raises:
         FileExistsError: there is a file at `path`; logs are never overwritten.
+        TypeError: a name that the `run` line does not have.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, **run: Any) -> None:
         self.path = Path(path)
+        started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        first = _line("run", {"schema": SCHEMA, "started": started, **run})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._file = self.path.open("xb", buffering=0)
@@ -76,11 +81,7 @@ class RunLog:
         self._started = time.perf_counter()
         self._steps: list[float] = []
         self._peak_memory_gb: float | None = None
-
-    def run(self, **values: Any) -> None:
-        """Writes the first line; `schema` and `started` (UTC) are filled in. For names see `KEYS`."""
-        started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self._write("run", {"schema": SCHEMA, "started": started, **values})
+        self._file.write(first)
 
     def step(self, step: int, *, seconds: float | None = None, **values: Any) -> None:
         """
@@ -124,13 +125,15 @@ class RunLog:
         self._file.close()
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
-        unknown = set(values) - set(KEYS[kind])
-        if unknown:
-            raise TypeError(
-                f"a {kind!r} line has no {', '.join(sorted(unknown))}; its keys are {', '.join(KEYS[kind])}."
-            )
-        line = {"kind": kind, **{key: _strict(values.get(key)) for key in KEYS[kind]}}
-        self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        self._file.write(_line(kind, values))
+
+
+def _line(kind: str, values: Mapping[str, Any]) -> bytes:
+    unknown = set(values) - set(KEYS[kind])
+    if unknown:
+        raise TypeError(f"a {kind!r} line has no {', '.join(sorted(unknown))}; its keys are {', '.join(KEYS[kind])}.")
+    line = {"kind": kind, **{key: _strict(values.get(key)) for key in KEYS[kind]}}
+    return (json.dumps(line, allow_nan=False) + "\n").encode()
 
 
 def _strict(value: Any) -> Any:

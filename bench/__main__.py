@@ -1,0 +1,92 @@
+"""Command line of the benchmarks; bench/README.md has the commands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+# The profiler that counts memory on a CPU otherwise writes a line for every call.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import torch
+
+from bench import report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """
+    Runs a benchmark.
+
+    Args:
+        arguments: as on the command line, without the program's name.
+
+    Returns:
+        Exit status: 0, or 1 where `--compare` finds a ratio that got worse by more than 5 %, or 2 where it cannot compare.
+    """
+    options = _parser().parse_args(arguments)
+    device = torch.device(options.device)
+    if device.type == "cpu" and options.threads:
+        torch.set_num_threads(options.threads)
+    rounds = options.rounds or (10 if device.type == "cuda" else 3)
+    # On a CPU the calls that measure accuracy and memory are warm-up enough.
+    warm_ups = 3 if device.type == "cuda" else 0
+    if options.bench == "head":
+        from bench import head
+
+        dtypes = [getattr(torch, name) for name in options.dtype]
+        run = head.run(device, dtypes, rounds, warm_ups, options.quick)
+    else:
+        from bench import update
+
+        run = update.run(device, options.precision, options.train, options.old_pass, rounds, options.quick)
+    report.say(report.describe(run))
+    if options.json:
+        report.write(options.json, run)
+        report.say(f"written to {options.json}")
+    return _compare(run, options.compare) if options.compare else 0
+
+
+def _compare(run: dict, path: Path) -> int:
+    try:
+        worse = report.regressions(run, json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        report.say(f"cannot compare with {path}: {error}")
+        return 2
+    for name, before, now in worse:
+        report.say(f"worse by {now / before - 1:.0%}: {name}: {before:.3f} -> {now:.3f}")
+    if not worse:
+        report.say(f"no ratio is more than {report.TOLERANCE:.0%} worse than in {path}")
+    return 1 if worse else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="fastgrpo beside its peers, in one process.")
+    benches = parser.add_subparsers(dest="bench", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    common.add_argument("--rounds", type=int, help="times that every case is timed (default: 3, on CUDA 10)")
+    common.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: every core)")
+    common.add_argument(
+        "--quick", action="store_true", help="tiny shapes: shows that everything runs, measures nothing"
+    )
+    common.add_argument("--json", type=Path, metavar="PATH", help="write the run as JSON")
+    common.add_argument(
+        "--compare", type=Path, metavar="FILE", help="exit 1 where a ratio is over 5 %% worse than in FILE"
+    )
+
+    head = benches.add_parser("head", parents=[common], help="the head alone, against peers and the products it needs")
+    head.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"])
+    update = benches.add_parser("update", parents=[common], help="a GRPOTrainer's update, stock and patched")
+    update.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="bfloat16 = autocast")
+    update.add_argument("--train", nargs="+", default=["lora", "full"], choices=["lora", "full"])
+    update.add_argument(
+        "--old-pass", action="store_true", help="num_iterations=2: with the separate pass for old log-probs"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""`python -m bench head`: the head alone, beside its peers and the products it cannot do without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import report
+from bench.measure import MIB, Timing, extra_peak_bytes, interleave
+from bench.peers import TASKS, Output, Problem, floor, peers, truth
+
+FLOOR = "floor: products alone"
+OURS = "fastgrpo"
+TRL_AS_CALLED = "TRL, as called"
+TRL_ROWS = "TRL, scored rows"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """
+    A head and a micro-batch.
+
+    Args:
+        name: as printed.
+        hidden, vocabulary: H, V.
+        sequences, width: B, T of the padded micro-batch.
+        masked: fraction of its positions that is not scored (prompt and padding).
+    """
+
+    name: str
+    hidden: int
+    vocabulary: int
+    sequences: int
+    width: int
+    masked: float = 0.4
+
+
+CPU_SHAPES = (
+    Shape("SmolLM2-135M", hidden=576, vocabulary=49152, sequences=8, width=256),
+    Shape("odd V", hidden=320, vocabulary=10007, sequences=4, width=128),
+)
+CUDA_SHAPES = (Shape("Qwen3-1.7B", hidden=2048, vocabulary=151936, sequences=16, width=1024),)
+QUICK_SHAPES = (Shape("quick", hidden=64, vocabulary=1009, sequences=4, width=32),)
+_TITLES = {
+    "forward": "forward only",
+    "frozen": "frozen head, forward + backward",
+    "trained": "trained head, forward + backward",
+    "entropy": "frozen head, entropy bonus",
+}
+_COLUMNS = (
+    "",
+    "time / floor",
+    "time / ours",
+    "CPU time / ours",
+    "memory / ours",
+    "extra MiB",
+    "max |dlogp|",
+    "dH error",
+    "dW error",
+    "median s (min-max)",
+)
+
+
+def run(device: torch.device, dtypes: list[torch.dtype], rounds: int, warm_ups: int, quick: bool) -> dict[str, Any]:
+    """
+    Measures every shape, dtype, task and peer, and prints the tables.
+
+    Args:
+        device: where to run.
+        dtypes: of hidden states and weight.
+        rounds, warm_ups: see `interleave`.
+        quick: one tiny shape, to see that everything works.
+
+    Returns:
+        The run, see `report.record`.
+    """
+    shapes = QUICK_SHAPES if quick else CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, float] = {}
+    for shape in shapes:
+        for dtype in dtypes:
+            problem = make_problem(shape, dtype, device)
+            dtype_name = str(dtype).removeprefix("torch.")
+            by_task = {task: _measure(problem, task, dtype, rounds, warm_ups, device) for task in TASKS}
+            for task, lines in by_task.items():
+                ratios |= _ratios(f"{shape.name}/{dtype_name}/{task}", lines)
+                rows += [{"shape": shape.name, "dtype": dtype_name, "task": task, **line} for line in lines]
+            report.table(_title(shape, problem, dtype_name), _COLUMNS, _cells(by_task))
+    settings = {"shapes": [asdict(shape) for shape in shapes], "rounds": rounds, "warm_ups": warm_ups}
+    return report.record("head", device, settings, rows, ratios)
+
+
+def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Problem:
+    """
+    Random hidden states over a padded micro-batch; logits spread by about 1.5, and half of the targets are likely ones.
+
+    Args:
+        shape: sizes.
+        dtype: of hidden states and weight.
+        device: where they live.
+        seed: of the generator.
+
+    Returns:
+        Problem.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    weight = normal(shape.vocabulary, shape.hidden) * 1.5 / shape.hidden**0.5
+    hidden = normal(shape.sequences, shape.width, shape.hidden)
+    targets = torch.randint(shape.vocabulary, hidden.shape[:2], generator=generator)
+    # A push along the target's row of the weight lifts its logit by up to 16, to a probability between 0 and 1.
+    push = torch.rand(hidden.shape[:2], generator=generator).mul_(16).where(normal(*hidden.shape[:2]) > 0, 0.0)
+    direction = weight[targets]
+    hidden += (push / direction.square().sum(-1)).unsqueeze(-1) * direction
+
+    # Completions of 1/2 to 3/2 of the mean length, one behind the other's prompt: first and last columns are masked.
+    mean = (1 - shape.masked) * shape.width
+    lengths = (mean * torch.linspace(0.5, 1.5, shape.sequences)).round().long().clamp(max=shape.width - 1)
+    start = ((shape.width - lengths) // 2).unsqueeze(1)
+    columns = torch.arange(shape.width)
+    scored = (columns >= start) & (columns < start + lengths.unsqueeze(1))
+    return Problem(
+        hidden.to(device, dtype),
+        weight.to(device, dtype),
+        targets.masked_fill(~scored, -100).to(device),
+        normal(shape.sequences).to(device),
+    )
+
+
+def _measure(
+    problem: Problem, task: str, dtype: torch.dtype, rounds: int, warm_ups: int, device: torch.device
+) -> list[dict[str, Any]]:
+    wanted = truth(problem, task)
+    products = floor(problem)(task)
+    cases = {FLOOR: products}
+    lines: dict[str, dict[str, Any]] = {FLOOR: {"peer": FLOOR, "note": ""}}
+    for peer in peers(dtype):
+        if task not in peer.tasks:
+            continue
+        line = {"peer": peer.name, "note": peer.missing}
+        lines[peer.name] = line
+        if not peer.missing:
+            try:
+                line |= _accuracy(peer.run(problem, task), wanted)
+                line["extra_mib"] = extra_peak_bytes(lambda peer=peer: peer.run(problem, task), device) / MIB
+            except Exception as error:  # a peer that fails here is a line in the table, ours is an error
+                if peer.name.startswith(OURS):
+                    raise
+                line["note"] = f"fails: {type(error).__name__}: {error}".splitlines()[0][:120]
+                continue
+            cases[peer.name] = lambda peer=peer: peer.run(problem, task)
+    timings = interleave(cases, rounds, warm_ups, device)
+    for name, timing in timings.items():
+        lines[name] |= {
+            "seconds": timing.seconds,
+            "cpu_seconds": timing.cpu_seconds,
+            "time_over_floor": timing.over(timings[FLOOR]),
+            "time_over_fastgrpo": timing.over(timings[OURS]),
+            "cpu_time_over_floor": timing.cpu_over(timings[FLOOR]),
+            "cpu_time_over_fastgrpo": timing.cpu_over(timings[OURS]),
+        }
+    return list(lines.values())
+
+
+def _accuracy(output: Output, wanted: Output) -> dict[str, float | None]:
+    def relative(got: Tensor | None, reference: Tensor | None) -> float | None:
+        if got is None or reference is None:
+            return None
+        return ((got.double() - reference).norm() / reference.norm()).item()
+
+    return {
+        "max_logprob_error": None
+        if output.logprobs is None
+        else (output.logprobs.double() - wanted.logprobs).abs().max().item(),
+        "grad_hidden_error": relative(output.grad_hidden, wanted.grad_hidden),
+        "grad_weight_error": relative(output.grad_weight, wanted.grad_weight),
+    }
+
+
+def _ratios(key: str, lines: list[dict[str, Any]]) -> dict[str, float]:
+    by_peer = {line["peer"]: line for line in lines}
+    ours = by_peer[OURS]
+    ratios = {f"{key}/time: fastgrpo over floor": ours["time_over_floor"]}
+    for name in (TRL_AS_CALLED, TRL_ROWS):
+        ratios[f"{key}/time: fastgrpo over {name}"] = 1 / by_peer[name]["time_over_fastgrpo"]
+        ratios[f"{key}/memory: fastgrpo over {name}"] = ours["extra_mib"] / by_peer[name]["extra_mib"]
+    fused = by_peer.get("fastgrpo, fused loss")
+    if fused is not None:
+        ratios[f"{key}/time: fastgrpo, fused loss over floor"] = fused["time_over_floor"]
+    return ratios
+
+
+def _title(shape: Shape, problem: Problem, dtype: str) -> str:
+    scored = f"{problem.rows.shape[0]} of {shape.sequences * shape.width} positions scored"
+    return f"{shape.name}, H {shape.hidden}, V {shape.vocabulary}, {scored}, {dtype}"
+
+
+def _cells(by_task: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
+    def number(value: float | None, style: str) -> str:
+        return "" if value is None else format(value, style)
+
+    missing = {}
+    for task, lines in by_task.items():
+        yield [_TITLES[task], *[""] * (len(_COLUMNS) - 1)]
+        ours = next(line for line in lines if line["peer"] == OURS)
+        for line in lines:
+            if line["note"]:
+                missing[line["peer"]] = line["note"]
+                continue
+            memory = line.get("extra_mib")
+            yield [
+                f"  {line['peer']}",
+                number(line["time_over_floor"], ".2f"),
+                number(line["time_over_fastgrpo"], ".2f"),
+                number(line["cpu_time_over_fastgrpo"], ".2f"),
+                number(None if memory is None else memory / ours["extra_mib"], ".2f"),
+                number(memory, ".0f"),
+                number(line.get("max_logprob_error"), ".1e"),
+                number(line.get("grad_hidden_error"), ".1e"),
+                number(line.get("grad_weight_error"), ".1e"),
+                str(Timing(line["seconds"])),
+            ]
+        yield []
+    for peer, reason in missing.items():
+        yield [f"{peer}: {reason}", *[""] * (len(_COLUMNS) - 1)]

@@ -1,0 +1,157 @@
+"""What a run leaves behind: a table, a JSON file, and the comparison of its ratios with stored ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+SCHEMA = 1
+TOLERANCE = 0.05
+_PACKAGES = (
+    "fastgrpo",
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "liger-kernel",
+    "unsloth_zoo",
+    "cut-cross-entropy",
+)
+
+
+def record(
+    kind: str, device: torch.device, settings: dict[str, Any], rows: list[dict[str, Any]], ratios: dict[str, float]
+) -> dict:
+    """
+    A run as it is stored.
+
+    Args:
+        kind: `"head"` or `"update"`.
+        device: where it ran.
+        settings: shapes, rounds and whatever else decides what was measured.
+        rows: one dict a line of the table.
+        ratios: name -> fastgrpo's time or memory over the other's, from this run; lower is better.
+
+    Returns:
+        A JSON-ready dict.
+    """
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": _machine(device),
+        "versions": {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()},
+        "settings": settings,
+        "ratios": ratios,
+        "rows": rows,
+    }
+
+
+def write(path: Path, run: dict) -> None:
+    """Writes a run as JSON, folders included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(run, indent=1, sort_keys=False) + "\n")
+
+
+def regressions(run: dict, stored: dict) -> list[tuple[str, float, float]]:
+    """
+    Ratios that rose by more than 5 % over stored ones.
+
+    Args:
+        run, stored: two runs of one kind; only ratios that both have are compared.
+
+    Returns:
+        (name, stored value, value now) for each of them.
+
+    Raises:
+        ValueError: another kind or schema, or no ratio in common.
+    """
+    for key in ("schema", "kind"):
+        if stored.get(key) != run[key]:
+            raise ValueError(f"The stored run's {key} is {stored.get(key)!r}, this one's is {run[key]!r}.")
+    common = [name for name in run["ratios"] if name in stored.get("ratios", {})]
+    if not common:
+        raise ValueError(
+            "The stored run has no ratio in common with this one; was it run with other shapes or --quick?"
+        )
+    pairs = ((name, stored["ratios"][name], run["ratios"][name]) for name in common)
+    return [(name, before, now) for name, before, now in pairs if now > before * (1 + TOLERANCE)]
+
+
+def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    """Prints a table; the first column is text, the others are numbers. A line of no cells is a rule."""
+    out = Table(title=title, title_justify="left")
+    for position, column in enumerate(columns):
+        out.add_column(column, justify="left" if position == 0 else "right", overflow="fold", no_wrap=position == 0)
+    for line in lines:
+        if line:
+            out.add_row(*line)
+        else:
+            out.add_section()
+    _console().print(out)
+
+
+def say(text: str) -> None:
+    """Prints a line of text without markup."""
+    _console().print(text, markup=False, highlight=False)
+
+
+def describe(run: dict) -> str:
+    """The line that belongs beside every number: machine, versions, load, date, command."""
+    machine, versions = run["machine"], run["versions"]
+    packages = " ".join(f"{name} {versions[name]}" for name in _PACKAGES if versions[name])
+    load = "" if machine["load"] is None else f", load {machine['load']:.1f} at the end"
+    return f"{machine['name']}, {machine['threads']} threads{load}; {packages}; {run['date']}; {run['command']}"
+
+
+def _console() -> Console:
+    # A table in a file or a CI log must not be folded to 80 columns.
+    return Console(width=None if sys.stdout.isatty() else 180)
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return {
+        "device": device.type,
+        "name": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    fields = {}
+    if info.exists():
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "model" not in fields:
+        return name
+    amx = ", AMX" if "amx_bf16" in fields.get("flags", "") else ""
+    return f"{name} (family {fields['cpu family']} model {fields['model']}{amx})"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

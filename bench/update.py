@@ -1,0 +1,398 @@
+"""`python -m bench update`: one optimizer step of a real `GRPOTrainer` without generation, stock and patched."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models
+from torch import Tensor
+
+import fastgrpo
+from bench import report
+from bench.measure import MIB, Timing, extra_peak_bytes, interleave
+from bench.peers import Problem, peers
+
+STOCK, PATCHED = "TRL", "fastgrpo"
+_LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """
+    A model and a generation batch.
+
+    Args:
+        name: as printed.
+        hidden, layers, heads, kv_heads, intermediate, vocabulary: of a Llama with tied embeddings.
+        prompts, completions: distinct prompts, and completions for each of them.
+        micro_batch: sequences in a forward; the others follow in further accumulation steps.
+        prompt_tokens: shortest and longest prompt.
+        completion_median, completion_spread: of the log-normal completion lengths: tokens, and sigma of the logarithm.
+        completion_max: longest completion (`max_completion_length`).
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    prompts: int
+    completions: int
+    micro_batch: int
+    prompt_tokens: tuple[int, int]
+    completion_median: int
+    completion_spread: float
+    completion_max: int
+
+
+SMOLLM2 = Workload(
+    "SmolLM2-135M",
+    hidden=576,
+    layers=30,
+    heads=9,
+    kv_heads=3,
+    intermediate=1536,
+    vocabulary=49152,
+    prompts=2,
+    completions=4,
+    micro_batch=8,
+    prompt_tokens=(32, 80),
+    completion_median=48,
+    completion_spread=0.8,
+    completion_max=128,
+)
+QUICK = Workload(
+    "quick",
+    hidden=32,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    intermediate=64,
+    vocabulary=503,
+    prompts=2,
+    completions=2,
+    micro_batch=2,
+    prompt_tokens=(4, 12),
+    completion_median=8,
+    completion_spread=0.8,
+    completion_max=24,
+)
+_COLUMNS = (
+    "",
+    "time / ours",
+    "CPU time / ours",
+    "memory / TRL's",
+    "head's / TRL's",
+    "extra MiB",
+    "head's MiB",
+    "|g - TRL's| / |g|",
+    "median s (min-max)",
+)
+
+
+def run(
+    device: torch.device, precision: str, train: list[str], old_pass: bool, rounds: int, quick: bool
+) -> dict[str, Any]:
+    """
+    Measures the update with LoRA and in full, without and with gradient checkpointing, and prints the tables.
+
+    Args:
+        device: where to run.
+        precision: `"float32"`, or `"bfloat16"` for autocast (TRL's own default).
+        train: of `"lora"` (rank 16 on all linear layers) and `"full"`.
+        old_pass: with the no-grad pass for old log-probs, as `num_iterations=2` needs it.
+        rounds: see `interleave`.
+        quick: a tiny model, to see that everything works.
+
+    Returns:
+        The run, see `report.record`.
+    """
+    for name in ("transformers", "trl", "accelerate", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    workload = QUICK if quick else SMOLLM2
+    batch = synthetic_batch(workload, device)
+    tokens = count_tokens(batch)
+    report.say(
+        f"{workload.name}, random weights, {precision}: {batch['prompt_ids'].shape[0]} sequences, padded to "
+        f"{batch['prompt_ids'].shape[1]} + {batch['completion_ids'].shape[1]} tokens: {tokens['padded']} padded for "
+        f"{tokens['real']} real ({tokens['padded'] / tokens['real']:.2f}x), {tokens['scored']} of them scored"
+    )
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, float] = {}
+    for kind in train:
+        for checkpointing in (False, True):
+            name = f"{kind}, {'gradient' if checkpointing else 'no'} checkpointing"
+            if old_pass:
+                name += ", with old pass"
+            lines = _measure(workload, batch, device, precision, kind, checkpointing, old_pass, rounds)
+            stock, patched = lines
+            key = f"{workload.name}/{precision}/{name}"
+            ratios[f"{key}/time: fastgrpo over TRL"] = 1 / stock["time_over_fastgrpo"]
+            ratios[f"{key}/memory of the update: fastgrpo over TRL"] = patched["update_mib"] / stock["update_mib"]
+            ratios[f"{key}/memory of the head: fastgrpo over TRL"] = patched["head_mib"] / stock["head_mib"]
+            rows += [{"case": name, **line} for line in lines]
+    title = f"One update: {'old pass, ' if old_pass else ''}loss forward and backward, {precision}"
+    report.table(title, _COLUMNS, _cells(rows))
+    settings = {
+        "workload": asdict(workload),
+        "tokens": tokens,
+        "precision": precision,
+        "old_pass": old_pass,
+        "rounds": rounds,
+    }
+    return report.record("update", device, settings, rows, ratios)
+
+
+def synthetic_batch(workload: Workload, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+    """
+    A generation batch as `GRPOTrainer` builds it: prompts left-padded, completions right-padded, random ids.
+
+    Args:
+        workload: sizes.
+        device: where it lives.
+        seed: of the lengths, the ids and the advantages.
+
+    Returns:
+        What `GRPOTrainer._generate_and_score_completions` returns.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count = workload.prompts * workload.completions
+    low, high = workload.prompt_tokens
+    prompt_lengths = torch.linspace(low, high, workload.prompts).long().repeat_interleave(workload.completions)
+    lengths = torch.randn(count, generator=generator).mul(workload.completion_spread).exp() * workload.completion_median
+    lengths = lengths.round().long().clamp(4, workload.completion_max)
+    prompt_width, width = int(prompt_lengths.max()), int(lengths.max())
+    prompt_mask = (torch.arange(prompt_width) >= prompt_width - prompt_lengths.unsqueeze(1)).long()
+    completion_mask = (torch.arange(width) < lengths.unsqueeze(1)).long()
+    ids = torch.randint(2, workload.vocabulary, (count, prompt_width + width), generator=generator)
+    prompt_ids = ids[:, :prompt_width].view(workload.prompts, workload.completions, -1)[:, :1]
+    prompt_ids = prompt_ids.expand(-1, workload.completions, -1).reshape(count, prompt_width)
+    batch = {
+        "prompt_ids": prompt_ids * prompt_mask,
+        "prompt_mask": prompt_mask,
+        "completion_ids": ids[:, prompt_width:] * completion_mask,
+        "completion_mask": completion_mask,
+        "advantages": torch.randn(count, generator=generator),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def count_tokens(batch: dict[str, Tensor]) -> dict[str, int]:
+    """Padded, real and scored tokens of a batch."""
+    scored = int(batch["completion_mask"].sum())
+    return {
+        "padded": batch["prompt_ids"].numel() + batch["completion_ids"].numel(),
+        "real": int(batch["prompt_mask"].sum()) + scored,
+        "scored": scored,
+    }
+
+
+def build_trainer(
+    workload: Workload,
+    batch: dict[str, Tensor],
+    device: torch.device,
+    precision: str,
+    kind: str,
+    checkpointing: bool,
+    old_pass: bool,
+    output_dir: str,
+) -> trl.GRPOTrainer:
+    """
+    A trainer whose generation returns `batch`; everything behind it is TRL's.
+
+    Args:
+        workload, batch, device: what to train on, and where.
+        precision, kind, old_pass: see `run`.
+        checkpointing: gradient checkpointing.
+        output_dir: a folder that TRL wants.
+
+    Returns:
+        The trainer, not patched.
+    """
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=workload.hidden,
+        num_hidden_layers=workload.layers,
+        num_attention_heads=workload.heads,
+        num_key_value_heads=workload.kv_heads,
+        intermediate_size=workload.intermediate,
+        vocab_size=workload.vocabulary,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        initializer_range=0.04,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<eos>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+        padding_side="left",
+    )
+    count = batch["prompt_ids"].shape[0]
+    accumulation = count // workload.micro_batch
+    arguments = trl.GRPOConfig(
+        output_dir=output_dir,
+        per_device_train_batch_size=workload.micro_batch,
+        gradient_accumulation_steps=accumulation,
+        num_generations=workload.completions,
+        num_iterations=2 if old_pass else 1,
+        max_completion_length=workload.completion_max,
+        gradient_checkpointing=checkpointing,
+        bf16=precision == "bfloat16",
+        use_cpu=device.type == "cpu",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = trl.GRPOTrainer(
+        model=transformers.LlamaForCausalLM(config),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["<eos>"] * workload.prompts}),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=_LORA_LAYERS) if kind == "lora" else None,
+    )
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)
+    if kind == "lora":
+        _start_adapters(trainer.model)
+    trainer.current_gradient_accumulation_steps = accumulation
+    trainer._generate_and_score_completions = lambda _: _with_old_logprobs(trainer, batch) if old_pass else dict(batch)
+    return trainer
+
+
+def one_update(trainer: trl.GRPOTrainer) -> float:
+    """
+    The micro-batches of one optimizer step through `GRPOTrainer.training_step`; gradients stay in the parameters.
+
+    Args:
+        trainer: from `build_trainer`, patched or not.
+
+    Returns:
+        The loss.
+    """
+    trainer.model.zero_grad(set_to_none=True)
+    trainer._step, trainer._buffered_inputs = 0, None
+    torch.manual_seed(0)  # TRL shuffles the batch
+    steps = range(trainer.current_gradient_accumulation_steps)
+    return sum(float(trainer.training_step(trainer.model, {}, None)) for _ in steps)
+
+
+def _with_old_logprobs(trainer: trl.GRPOTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    # What TRL does there: in evaluation of gradients, in micro-batches, checkpointing off.
+    from trl.models.utils import disable_gradient_checkpointing
+
+    with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+        old, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
+            batch["completion_ids"].shape[1],
+            batch_size=trainer.args.per_device_train_batch_size,
+        )
+    return batch | {"old_per_token_logps": old}
+
+
+def _start_adapters(model: torch.nn.Module) -> None:
+    # LoRA starts with B = 0, where A has no gradient to compare.
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            value = torch.randn(parameter.shape, generator=generator) * 0.01
+            parameter.data.copy_(value.to(parameter.device, parameter.dtype))
+
+
+def _measure(
+    workload: Workload,
+    batch: dict[str, Tensor],
+    device: torch.device,
+    precision: str,
+    kind: str,
+    checkpointing: bool,
+    old_pass: bool,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build_trainer(workload, batch, device, precision, kind, checkpointing, old_pass, folder)
+        runs: dict[str, Callable[[], float]] = {
+            STOCK: lambda: one_update(trainer),
+            PATCHED: lambda: _patched_update(trainer),
+        }
+        lines: dict[str, dict[str, Any]] = {}
+        gradients: dict[str, list[Tensor]] = {}
+        for name, update in runs.items():
+            losses: list[float] = []
+            # The call that counts memory is also the warm-up.
+            update_bytes = extra_peak_bytes(lambda update=update, losses=losses: losses.append(update()), device)
+            gradients[name] = [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
+            trainer.model.zero_grad(set_to_none=True)
+            lines[name] = {"path": name, "loss": losses[0], "update_mib": update_bytes / MIB}
+        problem = _head_problem(trainer, batch, precision)
+        task = "frozen" if kind == "lora" else "trained"
+        for name, peer in zip((PATCHED, STOCK), peers(torch.float32), strict=False):
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+                lines[name]["head_mib"] = extra_peak_bytes(lambda peer=peer: peer.run(problem, task), device) / MIB
+        difference = sum((a - b).double().square().sum() for a, b in zip(*gradients.values(), strict=True)).sqrt()
+        scale = sum(a.double().square().sum() for a in gradients[STOCK]).sqrt()
+        gradients.clear()
+        timings = interleave(runs, rounds, 0, device)
+        for name, timing in timings.items():
+            lines[name] |= {
+                "seconds": timing.seconds,
+                "cpu_seconds": timing.cpu_seconds,
+                "time_over_fastgrpo": timing.over(timings[PATCHED]),
+                "cpu_time_over_fastgrpo": timing.cpu_over(timings[PATCHED]),
+                "grad_difference": float(difference / scale),
+            }
+    return [lines[STOCK], lines[PATCHED]]
+
+
+def _patched_update(trainer: trl.GRPOTrainer) -> float:
+    with fastgrpo.patch(trainer):
+        return one_update(trainer)
+
+
+def _head_problem(trainer: trl.GRPOTrainer, batch: dict[str, Tensor], precision: str) -> Problem:
+    # The head's share of the first micro-batch: TRL's sees every position, fastgrpo's the scored ones.
+    rows = trainer.args.per_device_train_batch_size
+    weight = trainer.accelerator.unwrap_model(trainer.model).get_output_embeddings().weight.detach()
+    mask = torch.cat([torch.zeros_like(batch["prompt_mask"]), batch["completion_mask"]], 1)[:rows, 1:]
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)[:rows, 1:]
+    hidden = torch.randn(*ids.shape, weight.shape[1], device=weight.device)
+    targets = ids.masked_fill(mask == 0, -100)
+    return Problem(hidden.to(getattr(torch, precision)), weight, targets, batch["advantages"][:rows])
+
+
+def _cells(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
+    for stock, patched in zip(rows[::2], rows[1::2], strict=True):
+        yield [patched["case"], *[""] * (len(_COLUMNS) - 1)]
+        for line in (stock, patched):
+            cpu_ratio = line["cpu_time_over_fastgrpo"]
+            yield [
+                f"  {line['path']}",
+                f"{line['time_over_fastgrpo']:.2f}",
+                "" if cpu_ratio is None else f"{cpu_ratio:.2f}",
+                f"{line['update_mib'] / stock['update_mib']:.2f}",
+                f"{line['head_mib'] / stock['head_mib']:.2f}",
+                f"{line['update_mib']:.0f}",
+                f"{line['head_mib']:.0f}",
+                "" if line is stock else f"{line['grad_difference']:.1e}",
+                str(Timing(line["seconds"])),
+            ]
+        yield []

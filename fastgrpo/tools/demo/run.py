@@ -1,0 +1,231 @@
+"""A demo from start to end: model, pass@1, training, pass@1, picture."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import GRPOTrainer
+
+import fastgrpo
+from fastgrpo.tools.clock import StepClock
+from fastgrpo.tools.demo.display import Display
+from fastgrpo.tools.demo.errors import DemoError
+from fastgrpo.tools.demo.interrupt import Interrupts
+from fastgrpo.tools.demo.loading import load
+from fastgrpo.tools.demo.quiet import quiet_libraries
+from fastgrpo.tools.demo.recipe import SMOLLM2, TOY, Recipe
+from fastgrpo.tools.demo.smollm import fetch_gguf, find_gguf
+from fastgrpo.tools.demo.summary import print_summary
+from fastgrpo.tools.demo.tasks import Sum, all_sums, is_correct
+from fastgrpo.tools.demo.toy import LOSS_GOAL, MAX_STEPS, pretrain, toy_model, toy_tokenizer
+from fastgrpo.tools.demo.training import build_trainer, grpo_config
+from fastgrpo.tools.evaluate import PassAt1, evaluate_pass_at_1
+from fastgrpo.tools.plot import missing_matplotlib, plot_reward
+from fastgrpo.tools.runlog import RunLog, read_run_log
+from fastgrpo.tools.runlog_callback import RunLogCallback, describe_run
+
+INTERRUPTED = 130
+
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """
+    What a user chose; see `fastgrpo demo --help`.
+
+    Attributes:
+        toy: the toy instead of SmolLM2.
+        model: a local model instead of SmolLM2.
+        steps: optimizer steps; None = the recipe's.
+        pretrain_steps: steps of the toy's pre-training at most; None = as many as it takes.
+        held_out: problems for pass@1; None = the recipe's.
+        seed: of everything random.
+        name: of the run's folder; None = "demo" or "demo-toy".
+        runs_dir: where that folder is made.
+        stock: leave TRL unpatched.
+    """
+
+    toy: bool = False
+    model: Path | None = None
+    steps: int | None = None
+    pretrain_steps: int | None = None
+    held_out: int | None = None
+    seed: int = 0
+    name: str | None = None
+    runs_dir: Path = Path("runs")
+    stock: bool = False
+
+    @property
+    def recipe(self) -> Recipe:
+        """The numbers of the chosen demo."""
+        return TOY if self.toy else SMOLLM2
+
+
+def run_demo(options: DemoOptions, console: Console) -> int:
+    """
+    Runs a demo.
+
+    Returns:
+        exit status: 0, or 130 after Ctrl-C, with a valid log in both cases.
+
+    Raises:
+        DemoError: something its user can mend.
+    """
+    no_picture = missing_matplotlib()
+    if no_picture:
+        console.print(f"There will be no picture: {no_picture}.", highlight=False)
+    check_writable(options.runs_dir)
+    source = None if options.toy else _find_model(options, console)
+    folder = make_run_folder(options.runs_dir, options.name or ("demo-toy" if options.toy else "demo"))
+    with Interrupts() as interrupts:
+        status = 0
+        outcome = None
+        try:
+            with quiet_libraries():
+                outcome = _train(options, source, folder, console, interrupts)
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        record = read_run_log(folder)
+        if outcome is None:
+            console.print(f"Interrupted after {len(record.steps)} training steps.", highlight=False)
+        else:
+            print_summary(console, record, *outcome)
+        picture = folder / "reward.png"
+        if record.rewards and not no_picture:
+            plot_reward(record, picture, f"{record.run['model']} on two-digit sums, GRPO on a CPU")
+        for path in filter(Path.exists, (record.path, picture)):
+            console.print(str(path), highlight=False, soft_wrap=True)
+    return status
+
+
+def check_writable(runs_dir: Path) -> None:
+    """Makes the folder of all runs; raises `DemoError` unless files can be made in it."""
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=runs_dir).close()
+    except FileExistsError as error:
+        raise DemoError(f"{runs_dir} is a file, not a folder; choose another --runs-dir.") from error
+    except OSError as error:
+        raise DemoError(f"{runs_dir} cannot be written to: {error.strerror}; choose another --runs-dir.") from error
+
+
+def make_run_folder(runs_dir: Path, name: str) -> Path:
+    """A new folder `runs_dir/name`, or `name-2`, `name-3`, ... where there is one already."""
+    for number in itertools.count(1):
+        folder = runs_dir / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            continue
+    raise AssertionError
+
+
+def _find_model(options: DemoOptions, console: Console) -> Path:
+    if options.model is not None:
+        if not options.model.exists():
+            raise DemoError(
+                f"there is no {options.model}; --model takes a folder as save_pretrained writes it, or a .gguf."
+            )
+        source = options.model
+    else:
+        source = find_gguf()
+    if (source is None or source.is_file()) and find_spec("gguf") is None:
+        raise DemoError(
+            'The model is a GGUF file; reading it needs gguf: pip install "fastgrpo[demo]". `fastgrpo demo --toy` runs without.'
+        )
+    return source or fetch_gguf(lambda text: console.print(text, highlight=False, soft_wrap=True))
+
+
+def _train(
+    options: DemoOptions, source: Path | None, folder: Path, console: Console, interrupts: Interrupts
+) -> tuple[list[Sum], PassAt1, PassAt1]:
+    recipe = options.recipe
+    steps = options.steps or recipe.steps
+    torch.manual_seed(options.seed)
+    sums = all_sums(recipe.template, options.seed)
+    held_out, training = _split(sums, options.held_out or recipe.held_out)
+    config = grpo_config(recipe, steps, options.seed, folder)
+    header = describe_run(
+        config,
+        model=str(options.model) if options.model else recipe.model,
+        rollout_path="transformers",
+        device="cpu",
+        options=None if options.stock else fastgrpo.Options(),
+    )
+    clock = StepClock()
+    with RunLog(folder / "log.jsonl", **header) as log, Display(console) as display:
+        model, tokenizer = _pretrained_toy(options, training, display) if source is None else _loaded(source, display)
+
+        def evaluate(when: str, step: int) -> PassAt1:
+            display.begin(f"pass@1 {when} training", len(held_out))
+            outcome = evaluate_pass_at_1(
+                trainer.model,
+                tokenizer,
+                held_out,
+                is_correct,
+                max_new_tokens=recipe.max_completion_length,
+                progress=lambda done, _: display.advance(done),
+            )
+            log.eval(step, outcome.rate, outcome.n)
+            display.end(f"{outcome.rate:.1%}")
+            return outcome
+
+        def on_step(values: dict) -> None:
+            interrupts.check()
+            display.step(values)
+
+        callback = RunLogCallback(log, clock, on_step)
+        trainer = build_trainer(
+            model, tokenizer, training, recipe, config, clock.timed_reward(recipe.reward), [callback]
+        )
+        if not options.stock:
+            _patch(trainer)
+        before = evaluate("before", 0)
+        display.begin("training" + (" (stock TRL)" if options.stock else ""), steps)
+        with clock.watch(trainer.model):
+            trainer.train()
+        display.end()
+        return held_out, before, evaluate("after", steps)
+
+
+def _split(sums: list[Sum], held_out: int) -> tuple[list[Sum], list[Sum]]:
+    return sums[:held_out], sums[held_out:]
+
+
+def _loaded(source: Path, display: Display) -> Loaded:
+    display.begin("loading")
+    model, tokenizer = load(source)
+    display.end(f"{source.name}, {model.num_parameters() / 1e6:.0f} M parameters")
+    return model, tokenizer
+
+
+def _pretrained_toy(options: DemoOptions, training: list[Sum], display: Display) -> Loaded:
+    tokenizer = toy_tokenizer()
+    model = toy_model(tokenizer)
+    display.begin("pre-training the toy")
+    last = 0.0
+
+    def progress(step: int, loss: float) -> None:
+        nonlocal last
+        last = loss
+        display.advance(step, f"loss {loss:.2f}, until {LOSS_GOAL}")
+
+    pretrain(model, tokenizer, training, options.seed, options.pretrain_steps or MAX_STEPS, progress)
+    display.end(f"{model.num_parameters() / 1e6:.2f} M parameters, loss {last:.2f}")
+    return model, tokenizer
+
+
+def _patch(trainer: GRPOTrainer) -> None:
+    try:
+        fastgrpo.patch(trainer)
+    except fastgrpo.UnsupportedError as error:
+        raise DemoError(f"{error} (`fastgrpo demo --stock` trains with TRL unpatched.)") from error

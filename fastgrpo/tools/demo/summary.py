@@ -1,0 +1,67 @@
+"""The table at the end of a demo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fastgrpo.tools.demo.display import clock_text
+from fastgrpo.tools.demo.tasks import Sum
+from fastgrpo.tools.evaluate import PassAt1
+from fastgrpo.tools.runlog import RunRecord
+
+_SAMPLES = 5
+
+
+def first_and_last(values: Sequence[float], window: int = 10) -> tuple[int, float, float]:
+    """Window, mean of the first and mean of the last `window` values; a run too short for two gets a smaller window."""
+    window = max(1, min(window, len(values) // 2))
+    return window, sum(values[:window]) / window, sum(values[-window:]) / window
+
+
+def print_summary(console: Console, record: RunRecord, sums: Sequence[Sum], before: PassAt1, after: PassAt1) -> None:
+    """
+    Prints what training changed, and some answers of both models.
+
+    Args:
+        console: where to.
+        record: the finished run.
+        sums: the held-out problems.
+        before, after: their evaluations.
+    """
+    window, first, last = first_and_last(record.rewards)
+    table = Table(title=f"{record.run['model']}: before and after", title_justify="left", title_style="bold")
+    table.add_column("")
+    for name in ("before", "after", "ratio"):
+        table.add_column(name, justify="right")
+    table.add_row(f"reward, mean of {window} steps", f"{first:.3f}", f"{last:.3f}", _ratio(first, last))
+    table.add_row(
+        f"greedy pass@1, {after.n} held-out", f"{before.rate:.1%}", f"{after.rate:.1%}", _ratio(before.rate, after.rate)
+    )
+    console.print()
+    console.print(table)
+
+    answers = Table(title="The first held-out questions", title_justify="left", title_style="bold")
+    for name in ("question", "answer before", "answer after"):
+        answers.add_column(name, no_wrap=True)
+    for index, problem in list(enumerate(sums))[:_SAMPLES]:
+        answers.add_row(str(problem), _answer(before, index), _answer(after, index))
+    console.print(answers)
+    end = record.end or {}
+    console.print(
+        f"{clock_text(end['wall_s'])} in all, {end['seconds_per_step']:.2f} s per training step, peak memory "
+        f"{end['peak_memory_gb']:.1f} GB",
+        highlight=False,
+    )
+
+
+def _ratio(before: float, after: float) -> str:
+    return f"{after / before:.2f}x" if before else "-"
+
+
+def _answer(outcome: PassAt1, index: int) -> Text:
+    text = " ".join(outcome.answers[index].split())
+    return Text.assemble(("✓ ", "green") if outcome.correct[index] else ("✗ ", "red"), text)

@@ -1,0 +1,179 @@
+"""From a TRL trainer to `log.jsonl`: what a run is, and a callback that writes a line per step."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fastgrpo.tools.clock import StepClock
+from fastgrpo.tools.runlog import RunLog
+
+_PACKAGES = ("fastgrpo", "torch", "transformers", "trl", "peft", "vllm")
+_PLACES = {"output_dir", "logging_dir", "run_name"}
+_FROM_TRL = ("reward", "reward_std", "loss", "kl", "entropy", "grad_norm")
+_TIMES = ("generation", "reward", "sync", "update")
+
+
+def describe_run(
+    config: TrainingArguments, *, model: str, rollout_path: str, device: torch.device | str, options: Any = None
+) -> dict[str, Any]:
+    """
+    The values of a log's `run` line.
+
+    Args:
+        config: a `GRPOConfig`; its fields that differ from their defaults become `settings`, tokens masked.
+        model: name of the model.
+        rollout_path: who generates, `"transformers"` for TRL's own generation.
+        device: where the policy is trained.
+        options: `fastgrpo.Options` in force; None for an unpatched trainer.
+
+    Returns:
+        keyword arguments of `RunLog`.
+    """
+    values = config.to_dict()
+    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
+    settings = {
+        name: values[name]
+        for name, default in defaults.items()
+        if name in values and name not in _PLACES and values[name] != default
+    }
+    return {
+        "versions": _versions(),
+        "device": _device_line(torch.device(device)),
+        "model": model,
+        "options": dataclasses.asdict(options) if options is not None else None,
+        "settings": settings,
+        "rollout_path": rollout_path,
+        "seed": config.seed,
+    }
+
+
+class RunLogCallback(TrainerCallback):
+    """
+    Turns what a GRPO trainer logs into `step` lines; use it with `logging_steps=1` for a line per optimizer step.
+
+    With more, a line's values are means over the steps since the line before. Times come from the trainer's own `time/*`
+    entries where it logs any, else from `clock`; without both they are null.
+
+    Args:
+        log: where the lines go.
+        clock: what measured generation and reward.
+        on_step: called after every line with its values and `seconds`, the wall clock of a step.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        clock: StepClock | None = None,
+        on_step: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self._log, self._clock, self._on_step = log, clock, on_step
+        self._step_began: float | None = None
+        self._seconds: list[float] = []
+        self._tokens_seen = 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Counts tokens from here."""
+        self._tokens_seen = float(state.num_input_tokens_seen)
+        self._seconds.clear()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the step's time; its rollouts are generated after this."""
+        self._step_began = time.perf_counter()
+        if self._clock is not None and not self._seconds:
+            self._clock.reset()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stops the step's time."""
+        if self._step_began is not None:
+            self._seconds.append(time.perf_counter() - self._step_began)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Writes a line for the entry of a training step; evaluations and summaries are no steps."""
+        if not state.is_world_process_zero or not logs or "reward" not in logs:
+            return
+        steps = len(self._seconds)
+        seconds = sum(self._seconds) / steps if steps else None
+        self._seconds.clear()
+        values = {key: logs.get(key) for key in _FROM_TRL}
+        values |= self._tokens(logs, steps) | self._times(logs, seconds, steps)
+        values["peak_memory_gb"] = peak_memory_gb(args.device)
+        self._log.step(state.global_step, seconds=seconds, **values)
+        if self._on_step is not None:
+            self._on_step({"step": state.global_step, "seconds": seconds, **values})
+
+    def _tokens(self, logs: dict[str, Any], steps: int) -> dict[str, float | None]:
+        seen, self._tokens_seen = self._tokens_seen, logs.get("num_tokens", self._tokens_seen)
+        real = _mean(self._tokens_seen - seen, steps) if "num_tokens" in logs else None
+        padded = _mean(self._clock.tokens_padded, steps) if self._clock is not None else None
+        return {"tokens_real": real, "tokens_padded": padded}
+
+    def _times(self, logs: dict[str, Any], seconds: float | None, steps: int) -> dict[str, float | None]:
+        times = {f"time_{name}": logs.get(f"time/{name}") for name in _TIMES}
+        if self._clock is not None and all(value is None for value in times.values()):
+            generation, reward = _mean(self._clock.generation, steps), _mean(self._clock.reward, steps)
+            times["time_generation"], times["time_reward"] = generation, reward
+            if seconds is not None and generation is not None and reward is not None:
+                times["time_update"] = seconds - generation - reward
+        return times
+
+
+def _mean(total: float | None, count: int) -> float | None:
+    return total / count if total is not None and count else None
+
+
+def peak_memory_gb(device: torch.device) -> float | None:
+    """
+    Peak memory in GB (10^9 bytes).
+
+    Args:
+        device: on CUDA and HIP the allocator's peak; on a CPU the largest resident size of this process so far.
+
+    Returns:
+        None where nothing reports it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    if device.type != "cpu" or sys.platform == "win32":
+        return None
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _device_line(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda, {torch.cuda.get_device_name(device)}"
+    if device.type == "cpu":
+        return f"cpu, {platform.machine()}, {torch.get_num_threads()} threads"
+    return device.type

@@ -1,0 +1,180 @@
+"""`python -m bench`: what it writes, what `--compare` says, and that its adapters compute what they claim to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import head, update
+from bench.__main__ import main
+from bench.measure import MIB, extra_peak_bytes, interleave
+from bench.peers import TASKS, peers, truth
+from bench.report import regressions
+
+CPU = torch.device("cpu")
+HEAD = ["head", "--device", "cpu", "--quick", "--dtype", "float32", "--rounds", "1", "--threads", "1"]
+UPDATE = ["update", "--device", "cpu", "--quick", "--rounds", "1", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def head_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "folder" / "head.json"
+    assert main([*HEAD, "--json", str(path)]) == 0
+    return path
+
+
+def test_a_run_reads_back_with_what_a_number_needs_beside_it(head_run: Path) -> None:
+    run = json.loads(head_run.read_text())
+    assert run["schema"] == 1 and run["kind"] == "head"
+    assert run["command"].startswith("python -m bench") and run["date"].startswith("20")
+    assert run["machine"]["name"] and run["machine"]["threads"] == 1
+    assert run["versions"]["torch"] and run["versions"]["trl"]
+    assert len(run["ratios"]) == 4 * 5 + 1
+    assert all(0 < ratio < float("inf") for ratio in run["ratios"].values()), run["ratios"]
+
+
+def test_every_peer_is_a_line_with_numbers_or_a_reason(head_run: Path) -> None:
+    rows = json.loads(head_run.read_text())["rows"]
+    names = {row["peer"] for row in rows}
+    assert {head.FLOOR, head.OURS, head.TRL_AS_CALLED, head.TRL_ROWS, "Liger", "Unsloth"} <= names
+    for row in rows:
+        assert row["note"] or row["seconds"], row
+
+
+def test_compare_passes_where_the_stored_ratios_are_higher(head_run: Path, tmp_path: Path) -> None:
+    assert main([*HEAD, "--compare", str(_scaled(head_run, tmp_path, 1000.0))]) == 0
+
+
+def test_compare_fails_where_the_stored_ratios_are_lower(head_run: Path, tmp_path: Path) -> None:
+    assert main([*HEAD, "--compare", str(_scaled(head_run, tmp_path, 0.001))]) == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"schema": 1, "kind": "update", "ratios": {}}', '{"schema": 1, "kind": "head"}']
+)
+def test_compare_with_something_else_is_status_2(head_run: Path, tmp_path: Path, content: str) -> None:
+    stored = tmp_path / "stored.json"
+    stored.write_text(content)
+    assert main([*HEAD, "--compare", str(stored)]) == 2
+
+
+def test_a_regression_is_a_ratio_more_than_five_percent_up() -> None:
+    stored = {"schema": 1, "kind": "head", "ratios": {"a": 1.0, "b": 1.0, "c": 1.0, "gone": 1.0}}
+    run = {"schema": 1, "kind": "head", "ratios": {"a": 1.04, "b": 1.06, "c": 0.5, "new": 9.0}}
+    assert regressions(run, stored) == [("b", 1.0, 1.06)]
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("peer", [peer.name for peer in peers(torch.float32) if not peer.missing])
+def test_adapters_agree_with_float64(peer: str, task: str) -> None:
+    adapter = next(candidate for candidate in peers(torch.float32) if candidate.name == peer)
+    if task not in adapter.tasks:
+        pytest.skip(f"{peer} has no {task}")
+    problem = head.make_problem(head.QUICK_SHAPES[0], torch.float32, CPU)
+    for got, wanted in zip(adapter.run(problem, task), truth(problem, task, block=16), strict=True):
+        assert wanted is None or got is None or torch.allclose(got.double(), wanted, rtol=1e-4, atol=1e-5), (
+            (got - wanted).abs().max()
+        )
+
+
+def test_problem_masks_the_fraction_it_promises() -> None:
+    problem = head.make_problem(head.CPU_SHAPES[1], torch.float32, CPU)
+    assert abs(problem.scored.double().mean() - 0.6) < 0.05
+    assert not problem.scored[:, 0].any() and not problem.scored[:, -1].any()
+
+
+def test_peak_counts_what_is_alive_at_once() -> None:
+    def one_after_the_other() -> None:
+        for _ in range(3):
+            torch.empty(MIB, dtype=torch.uint8)
+
+    def together() -> None:
+        first = torch.ones(MIB // 4)
+        first.mul(2).sum()
+
+    assert extra_peak_bytes(one_after_the_other, CPU) == MIB
+    assert 2 * MIB <= extra_peak_bytes(together, CPU) <= 2 * MIB + 1024
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc/self/clear_refs")
+def test_peak_equals_the_growth_of_the_resident_set() -> None:
+    script = """
+import torch
+from bench.measure import extra_peak_bytes
+
+def work():
+    logits = torch.randn(1024, 576) @ torch.randn(576, 16384)
+    logits.exp().sum()
+
+def kib(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
+
+torch.set_num_threads(1)
+work()
+open("/proc/self/clear_refs", "w").write("5")
+before = kib("VmRSS")
+work()
+print((kib("VmHWM") - before) / 1024, extra_peak_bytes(work, torch.device("cpu")) / 2**20)
+"""
+    # Every tensor in a mapping of its own: freed memory leaves the process at once.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=root, capture_output=True, text=True, check=True
+    )
+    resident, counted = map(float, done.stdout.split())
+    assert counted > 128
+    assert abs(resident - counted) < 0.03 * counted, f"resident set {resident} MiB, counted {counted} MiB"
+
+
+def test_interleaved_cases_meet_in_every_round() -> None:
+    order: list[str] = []
+    cases = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    timings = interleave(cases, rounds=3, warm_ups=1, device=CPU)
+    assert order == ["b", "a", "a", "b", "b", "a", "a", "b"]
+    assert all(len(timing.seconds) == len(timing.cpu_seconds) == 3 for timing in timings.values())
+
+
+def test_update_measures_stock_and_patched_on_the_same_gradients(tmp_path: Path) -> None:
+    path = tmp_path / "update.json"
+    assert main([*UPDATE, "--json", str(path)]) == 0
+    run = json.loads(path.read_text())
+    assert [row["path"] for row in run["rows"]] == ["TRL", "fastgrpo"] * 4
+    for stock, patched in zip(run["rows"][::2], run["rows"][1::2], strict=True):
+        assert patched["grad_difference"] < 1e-5
+        assert patched["loss"] == pytest.approx(stock["loss"], abs=1e-6)
+        assert patched["head_mib"] < stock["head_mib"]
+
+
+@pytest.mark.parametrize(("old_pass", "calls"), [(False, 2), (True, 3)])
+def test_the_old_pass_is_one_more_scoring(old_pass: bool, calls: int, tmp_path: Path) -> None:
+    batch = update.synthetic_batch(update.QUICK, CPU)
+    trainer = update.build_trainer(update.QUICK, batch, CPU, "float32", "lora", False, old_pass, str(tmp_path))
+    score, seen = trainer._get_per_token_logps_and_entropies, []
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: seen.append(args) or score(*args, **kwargs)
+    update.one_update(trainer)
+    assert len(seen) == calls
+
+
+def test_synthetic_batch_is_padded_as_trl_pads() -> None:
+    batch = update.synthetic_batch(update.QUICK, CPU)
+    for name, fall in (("prompt_mask", 1), ("completion_mask", -1)):
+        steps = batch[name].diff(dim=1)
+        assert ((steps == 0) | (steps == fall)).all()
+    tokens = update.count_tokens(batch)
+    assert tokens["scored"] < tokens["real"] < tokens["padded"]
+    assert tokens["scored"] == int(batch["num_items_in_batch"])
+
+
+def _scaled(source: Path, folder: Path, factor: float) -> Path:
+    run = json.loads(source.read_text())
+    run["ratios"] = {name: ratio * factor for name, ratio in run["ratios"].items()}
+    path = folder / "stored.json"
+    path.write_text(json.dumps(run))
+    return path
