@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -27,6 +26,13 @@ def main(arguments: list[str] | None = None) -> int:
         Exit status: 0, or 1 where `--compare` finds a ratio that got worse by more than 5 %, or 2 where it cannot compare.
     """
     options = _parser().parse_args(arguments)
+    stored = None
+    if options.compare:
+        try:
+            stored = report.load(options.compare, options.bench)
+        except (OSError, ValueError) as error:
+            report.say(f"cannot compare with {options.compare}: {error}")
+            return 2
     device = torch.device(options.device)
     if device.type == "cpu" and options.threads:
         torch.set_num_threads(options.threads)
@@ -46,19 +52,20 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         report.write(options.json, run)
         report.say(f"written to {options.json}")
-    return _compare(run, options.compare) if options.compare else 0
+    return 0 if stored is None else _compare(run, stored)
 
 
-def _compare(run: dict, path: Path) -> int:
-    try:
-        worse = report.regressions(run, json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        report.say(f"cannot compare with {path}: {error}")
-        return 2
-    for name, before, now in worse:
+def _compare(run: dict, stored: dict) -> int:
+    common, worse = report.regressions(run, stored)
+    for name in worse:
+        before, now = stored["ratios"][name], run["ratios"][name]
         report.say(f"worse by {now / before - 1:.0%}: {name}: {before:.3f} -> {now:.3f}")
-    if not worse:
-        report.say(f"no ratio is more than {report.TOLERANCE:.0%} worse than in {path}")
+    report.say(
+        f"{len(worse)} of {len(common)} ratios are more than {report.TOLERANCE:.0%} worse than on {stored['date']}"
+    )
+    if not common:
+        report.say("the stored run measured something else: other shapes, dtypes or options")
+        return 2
     return 1 if worse else 0
 
 

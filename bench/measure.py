@@ -76,8 +76,8 @@ def extra_peak_bytes(case: Case, device: torch.device) -> int:
     allocator's own events, temporaries inside an op included; it equals the growth of the resident set in a fresh process
     whose malloc maps every tensor (see bench/README.md), but needs no fresh process and has no noise.
     """
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

@@ -67,29 +67,41 @@ def write(path: Path, run: dict) -> None:
     path.write_text(json.dumps(run, indent=1, sort_keys=False) + "\n")
 
 
-def regressions(run: dict, stored: dict) -> list[tuple[str, float, float]]:
+def load(path: Path, kind: str) -> dict:
+    """
+    A run that `write` wrote.
+
+    Args:
+        path: the file.
+        kind: `"head"` or `"update"`.
+
+    Returns:
+        The run.
+
+    Raises:
+        OSError: no such file.
+        ValueError: not a run, or one of another kind or schema.
+    """
+    run = json.loads(path.read_text())
+    for key, wanted in (("schema", SCHEMA), ("kind", kind)):
+        if not isinstance(run, dict) or run.get(key) != wanted:
+            found = run.get(key) if isinstance(run, dict) else run
+            raise ValueError(f"its {key} is {found!r}, not {wanted!r}; give a file that --json wrote")
+    return run
+
+
+def regressions(run: dict, stored: dict) -> tuple[list[str], list[str]]:
     """
     Ratios that rose by more than 5 % over stored ones.
 
     Args:
-        run, stored: two runs of one kind; only ratios that both have are compared.
+        run, stored: two runs of one kind.
 
     Returns:
-        (name, stored value, value now) for each of them.
-
-    Raises:
-        ValueError: another kind or schema, or no ratio in common.
+        The names of the ratios that both have, and those of them that rose.
     """
-    for key in ("schema", "kind"):
-        if stored.get(key) != run[key]:
-            raise ValueError(f"The stored run's {key} is {stored.get(key)!r}, this one's is {run[key]!r}.")
-    common = [name for name in run["ratios"] if name in stored.get("ratios", {})]
-    if not common:
-        raise ValueError(
-            "The stored run has no ratio in common with this one; was it run with other shapes or --quick?"
-        )
-    pairs = ((name, stored["ratios"][name], run["ratios"][name]) for name in common)
-    return [(name, before, now) for name, before, now in pairs if now > before * (1 + TOLERANCE)]
+    common = [name for name in run["ratios"] if name in stored["ratios"]]
+    return common, [name for name in common if run["ratios"][name] > stored["ratios"][name] * (1 + TOLERANCE)]
 
 
 def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:

@@ -23,3 +23,9 @@ def require_float(name: str, value: Tensor) -> None:
     """Raises `TypeError` unless the tensor is floating point."""
     if not value.is_floating_point():
         raise TypeError(f"{name} is {value.dtype}; it must be a float tensor.")
+
+
+def require_number(name: str, value: Any) -> None:
+    """Raises `TypeError` unless `value` is a Python number; a tensor would lose its gradient without a word."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} is a {type(value).__name__}; give a Python number.")

@@ -23,6 +23,7 @@ class ChunkPlan:
         logit_chunk_multiplier: multiplies the automatic number of chunks; above 1 for less memory.
 
     Raises:
+        TypeError: not a number.
         ValueError: a value outside these ranges, or `logit_chunk_multiplier` together with `num_chunks >= 1`.
     """
 
@@ -31,6 +32,12 @@ class ChunkPlan:
     logit_chunk_multiplier: float | None = None
 
     def __post_init__(self) -> None:
+        for name, optional in (("chunk_bytes", True), ("num_chunks", False)):
+            value = getattr(self, name)
+            if not (isinstance(value, int) or (optional and value is None)) or isinstance(value, bool):
+                raise TypeError(f"{name} is {value!r}; give a whole number{' or None' if optional else ''}.")
+        if not (self.logit_chunk_multiplier is None or isinstance(self.logit_chunk_multiplier, int | float)):
+            raise TypeError(f"logit_chunk_multiplier is {self.logit_chunk_multiplier!r}; give a number or None.")
         if self.chunk_bytes is not None and self.chunk_bytes < 1:
             raise ValueError(f"chunk_bytes is {self.chunk_bytes}; give a number of bytes of at least 1, or None.")
         if self.num_chunks != -1 and self.num_chunks < 1:
@@ -68,4 +75,4 @@ class ChunkPlan:
         rows = max(1, budget // (vocabulary * itemsize * buffers))
         if self.logit_chunk_multiplier is None:
             return rows
-        return max(1, int(rows / self.logit_chunk_multiplier))
+        return max(1, int(min(rows / self.logit_chunk_multiplier, max(count, 1))))

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgrpo.checks import require_device_of, require_float, require_tensor
+from fastgrpo.checks import require_device_of, require_float, require_number, require_tensor
 from fastgrpo.chunking import ChunkPlan
-from fastgrpo.objective import GRPOStats, Objective, grpo_loss, row_local_terms_exist, vespo_weights
+from fastgrpo.objective import GRPOStats, Objective, grpo_loss, require_objective, row_local_terms_exist, vespo_weights
 from fastgrpo.ops import accumulation_dtype, linear_grpo_op, linear_logprob_op, objective_constants
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -89,7 +89,7 @@ def linear_logprob(
             work where it is only logged.
 
     Returns:
-        LogProbs, differentiable in hidden, weight and bias.
+        LogProbs, differentiable in hidden, weight and bias, once and in reverse mode.
 
     Raises:
         TypeError, ValueError: shapes, dtypes, devices or options that do not fit; before any work.
@@ -143,6 +143,7 @@ def linear_grpo_loss(
     Raises:
         TypeError, ValueError: what does not fit; before any work.
     """
+    require_objective(objective)
     plan = ChunkPlan(chunk_bytes, num_chunks, logit_chunk_multiplier)
     head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
     layout = _Segments(segments, hidden)
@@ -378,10 +379,13 @@ def _check_head(
         if value is not None:
             require_device_of("hidden", hidden, name, value)
     require_device_of("hidden", hidden, "targets", targets)
+    for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
+        if name != "softcap" or value is not None:
+            require_number(name, value)
     if not temperature > 0 or temperature == float("inf"):
         raise ValueError(f"temperature is {temperature}; it must be a finite number above 0.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; it must be above 0, or None for no softcap.")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap is {softcap}; it must be finite and above 0, or None for no softcap.")
     if not abs(logit_scale) < float("inf"):
         raise ValueError(f"logit_scale is {logit_scale}; it must be finite.")
     recording = torch.is_grad_enabled()

@@ -14,13 +14,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgrpo.checks import require_device_of, require_float, require_tensor
+from fastgrpo.checks import require_device_of, require_float, require_number, require_tensor
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 BATCH_NORMALISED_LOSS_TYPES = ("dapo", "cispo", "vespo")
 IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
 SAMPLER_RATIO_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+_OPTIONAL_NUMBERS = ("epsilon_high", "delta", "off_policy_mask_threshold")
+_ANY_SIGN = ("off_policy_mask_threshold", "entropy_coef", "vespo_k_pos", "vespo_k_neg")
+_NUMBERS = (
+    *_OPTIONAL_NUMBERS,
+    *("epsilon", "beta", "entropy_coef", "top_entropy_quantile", "sapo_temperature_pos", "sapo_temperature_neg"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
 
 _LOG_MIN_RATIO = math.log(1e-8)
 _MAX_LOG_RATIO = 20.0
@@ -82,13 +90,20 @@ class Objective:
     def __post_init__(self) -> None:
         _require_choice("loss_type", self.loss_type, LOSS_TYPES)
         _require_choice("importance_sampling_level", self.importance_sampling_level, IMPORTANCE_SAMPLING_LEVELS)
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL_NUMBERS:
+                continue
+            require_number(name, value)
+            if math.isnan(value) or (value < 0 and name not in _ANY_SIGN):
+                raise ValueError(f"{name} is {value}; give a number of at least 0.")
         if not 0.0 <= self.top_entropy_quantile <= 1.0:
             raise ValueError(f"top_entropy_quantile is {self.top_entropy_quantile}; give a fraction in [0, 1].")
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number above 0.")
         for name in ("gradient_accumulation_steps", "num_processes"):
-            if getattr(self, name) < 1:
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least 1.")
         if self.steps_per_generation is not None and self.steps_per_generation < 1:
             raise ValueError(f"steps_per_generation is {self.steps_per_generation}; give at least 1, or None.")
@@ -419,8 +434,10 @@ class AdaptiveEntropy:
     def after_step(self, entropy_sum: float, tokens: float) -> AdaptiveEntropy:
         """The state for the next step, from this one's entropy sum (nats) and token count over all processes."""
         entropy = entropy_sum / max(tokens, 1.0)
-        step = self.delta if entropy <= self.target else -self.delta
-        coef = min(max(self.coef + step, self.coef_min), self.coef_max)
+        if entropy <= self.target:
+            coef = min(self.coef + self.delta, self.coef_max)
+        else:
+            coef = max(self.coef - self.delta, self.coef_min)
         return replace(self, coef=coef, last_entropy=entropy)
 
 
@@ -498,6 +515,7 @@ def grpo_loss(
 
     Source: TRL 1.16 `GRPOTrainer._compute_loss`.
     """
+    require_objective(objective)
     _check_tensors(logprobs, advantages, mask, old_logprobs, ref_logprobs, sampler_ratio, sampling_logprobs, entropy)
     if entropy is None and (objective.entropy_coef != 0.0 or objective.top_entropy_quantile < 1.0):
         raise ValueError(
@@ -633,6 +651,12 @@ def _metric_sums(
 def _nan_extreme(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
     present = values[~values.isnan()]
     return reduce(present).item() if present.numel() else math.nan
+
+
+def require_objective(objective: object) -> None:
+    """Raises `TypeError` unless it is an `Objective`."""
+    if not isinstance(objective, Objective):
+        raise TypeError(f"objective is a {type(objective).__name__}; give fastgrpo.Objective(loss_type=..., ...).")
 
 
 def _require_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -131,13 +131,12 @@ def _logprob_backward(ctx, grad_logprobs, grad_entropy, *_):
         return None, None, None, None, *no_options
     if ctx.with_logprob_slope:
         targets, logprob_slope, entropy_slope = ctx.saved_tensors
-        computed = (targets >= 0) & (targets < ctx.vocabulary)
-        grad = 0
-        if grad_logprobs is not None:
-            grad = torch.where(computed, grad_logprobs, 0.0).unsqueeze(1) * logprob_slope
-        if grad_entropy is not None and ctx.with_entropy_slope:
-            grad = grad + torch.where(computed, grad_entropy, 0.0).unsqueeze(1) * entropy_slope
-        return grad.to(ctx.hidden_dtype), None, None, None, *no_options
+        if not ctx.with_entropy_slope:
+            grad_entropy = None
+        grad_hidden = scale_slopes_op(
+            grad_logprobs, grad_entropy, targets, logprob_slope, entropy_slope, ctx.vocabulary, ctx.hidden_dtype
+        )
+        return grad_hidden, None, None, None, *no_options
     hidden, weight, targets, bias, logprobs, entropy, lse = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grads = linear_logprob_backward_op(
@@ -162,6 +161,53 @@ def _logprob_backward(ctx, grad_logprobs, grad_entropy, *_):
 
 
 linear_logprob_op.register_autograd(_logprob_backward, setup_context=_logprob_context)
+
+
+def _refuse_second_derivatives(ctx, *grads):
+    raise RuntimeError(
+        "fastgrpo's head is differentiable once, and a second derivative was asked for (create_graph=True, or a hessian). "
+        "For that, compute the log-probs with torch.log_softmax over full logits."
+    )
+
+
+@torch.library.custom_op("fastgrpo::scale_slopes", mutates_args=())
+def scale_slopes_op(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    targets: Tensor,
+    logprob_slope: Tensor,
+    entropy_slope: Tensor,
+    vocabulary: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """
+    Gradient of hidden with a frozen head: the slopes times the incoming gradients, exactly 0 where those are.
+
+    Args:
+        grad_logprobs, grad_entropy: `[N]` or None.
+        targets: `[N]`; rows outside `[0, vocabulary)` get 0.
+        logprob_slope, entropy_slope: `[N, H]` as `fastgrpo::linear_logprob` returned them.
+        vocabulary: V.
+        dtype: of the result.
+
+    Returns:
+        `[N, H]`.
+    """
+    ignored = (targets < 0) | (targets >= vocabulary)
+    total = torch.zeros_like(logprob_slope)
+    for grad, slope in ((grad_logprobs, logprob_slope), (grad_entropy, entropy_slope)):
+        if grad is not None:
+            nothing = (ignored | (grad == 0)).unsqueeze(1)
+            total += (grad.unsqueeze(1) * slope).masked_fill_(nothing, 0.0)
+    return total.to(dtype)
+
+
+@scale_slopes_op.register_fake
+def _(grad_logprobs, grad_entropy, targets, logprob_slope, entropy_slope, vocabulary, dtype):
+    return torch.empty_like(logprob_slope, dtype=dtype)
+
+
+scale_slopes_op.register_autograd(_refuse_second_derivatives)
 
 
 @torch.library.custom_op("fastgrpo::linear_logprob_backward", mutates_args=())
@@ -245,6 +291,23 @@ def _(
         weight.new_empty(weight.shape if need_weight else 0),
         (weight if bias is None else bias).new_empty(weight.shape[0] if need_bias else 0),
     )
+
+
+linear_logprob_backward_op.register_autograd(_refuse_second_derivatives)
+
+
+@torch.library.custom_op("fastgrpo::scale_gradient", mutates_args=())
+def scale_gradient_op(grad_loss: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """`grad_loss * grad` in `dtype`: what an input of `fastgrpo::linear_grpo` receives."""
+    return (grad_loss * grad).to(dtype, copy=True)
+
+
+@scale_gradient_op.register_fake
+def _(grad_loss, grad, dtype):
+    return torch.empty_like(grad, dtype=dtype)
+
+
+scale_gradient_op.register_autograd(_refuse_second_derivatives)
 
 
 @torch.library.custom_op("fastgrpo::linear_grpo", mutates_args=())
@@ -386,7 +449,7 @@ def _grpo_backward(ctx, grad_loss, *_):
         # hidden, weight and bias are inputs 0, 1 and 3.
         for position, need, grad, dtype in zip((0, 1, 3), ctx.needs, ctx.saved_tensors, ctx.dtypes, strict=True):
             if need:
-                grads[position] = (grad_loss * grad).to(dtype)
+                grads[position] = scale_gradient_op(grad_loss, grad, dtype)
     return tuple(grads)
 
 

@@ -34,9 +34,9 @@ class LeftPacked:
         """`[B, L]` values beside the original tokens to `[B, L']` beside the packed ones."""
         return values.gather(1, self.index)
 
-    def restore(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        """`[B, L']` to `[B, L]`: the exact inverse of packing, `fill` where there was padding. Differentiable."""
-        values = torch.where(self.attention_mask.bool(), values, fill)
+    def restore(self, values: Tensor, fill: float = 0) -> Tensor:
+        """`[B, L']` to `[B, L]` in the same dtype: the exact inverse of packing, `fill` for padding. Differentiable."""
+        values = values.masked_fill(~self.attention_mask.bool(), fill)
         out = torch.full((values.shape[0], self.width), fill, dtype=values.dtype, device=values.device)
         return out.scatter(1, self.index, values)
 

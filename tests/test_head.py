@@ -424,6 +424,26 @@ def test_ops_pass_opcheck(frozen, dtype):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_second_derivative_is_refused_not_silently_wrong(frozen):
+    hidden, weight, targets, _ = make(5, 8, 11, torch.float32)
+    hidden.requires_grad_()
+    out = linear_logprob(hidden, weight.requires_grad_(not frozen), targets)
+    (grad,) = torch.autograd.grad(out.logprobs.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_nan_row_that_the_loss_leaves_out_gets_no_gradient(frozen):
+    hidden, weight, targets, _ = make(5, 8, 11, torch.float32)
+    hidden[2] = float("nan")
+    hidden.requires_grad_()
+    out = linear_logprob(hidden, weight.requires_grad_(not frozen), targets)
+    out.logprobs[[0, 1, 3, 4]].sum().backward()
+    assert hidden.grad[2].eq(0).all() and hidden.grad[[0, 1, 3, 4]].ne(0).any()
+
+
 BAD_INPUT = {
     "hidden 3d": ({"hidden": torch.randn(2, 3, 8)}, ValueError, r"hidden has shape \(2, 3, 8\).*\[N, H\].*reshape"),
     "weight width": ({"weight": torch.randn(5, 7)}, ValueError, r"weight has shape \(5, 7\).*\[V, 8\]"),
@@ -440,6 +460,9 @@ BAD_INPUT = {
     ),
     "temperature 0": ({"temperature": 0.0}, ValueError, "temperature is 0.0.*above 0"),
     "temperature nan": ({"temperature": float("nan")}, ValueError, "temperature is nan"),
+    "temperature a tensor": ({"temperature": torch.ones(4)}, TypeError, "temperature is a Tensor; give a Python number"),
+    "softcap inf": ({"softcap": float("inf")}, ValueError, "softcap is inf.*finite"),
+    "chunk_bytes float": ({"chunk_bytes": 1e6}, TypeError, "chunk_bytes is 1000000.0; give a whole number or None"),
     "softcap 0": ({"softcap": 0.0}, ValueError, "softcap is 0.0.*None"),
     "scale inf": ({"logit_scale": float("inf")}, ValueError, "logit_scale is inf.*finite"),
     "chunk_bytes 0": ({"chunk_bytes": 0}, ValueError, "chunk_bytes is 0.*at least 1"),

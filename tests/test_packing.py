@@ -41,6 +41,12 @@ def test_padding_is_known_from_the_mask_not_from_token_ids():
     assert left_pack(ids, mask).input_ids.tolist() == [[5, pad, 6]]
 
 
+def test_integers_come_back_as_they_were():
+    ids, mask = torch.tensor([[0, 2**24 + 1, 3]]), torch.tensor([[0, 1, 1]])
+    packed = left_pack(ids, mask)
+    assert torch.equal(packed.restore(packed.input_ids), ids)
+
+
 def test_gradients_flow_to_real_tokens_only():
     mask = torch.tensor([[0, 1, 1], [0, 0, 1]])
     packed = left_pack(torch.zeros(2, 3, dtype=torch.long), mask)

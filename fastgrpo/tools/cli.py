@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -107,7 +109,9 @@ def _demo(arguments: argparse.Namespace) -> int:
         arguments.error("argument --pretrain-steps: only allowed with --toy")
     from rich.console import Console
 
-    console = Console()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an output in ASCII has no tick
+    console, began = Console(), time.perf_counter()
     # torch, transformers and TRL take seconds to import; what needs none of them has been checked by now.
     with console.status("importing torch, transformers and TRL"):
         from fastgrpo.tools.demo.errors import DemoError
@@ -115,7 +119,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(DemoOptions)}
     try:
-        return run_demo(DemoOptions(**given), console)
+        return run_demo(DemoOptions(**given), console, began)
     except DemoError as error:
         print(f"fastgrpo demo: {error}", file=sys.stderr)
         return FAILED

@@ -17,7 +17,8 @@ from fastgrpo.tools.clock import StepClock
 from fastgrpo.tools.runlog import RunLog
 
 _PACKAGES = ("fastgrpo", "torch", "transformers", "trl", "peft", "vllm")
-_PLACES = {"output_dir", "logging_dir", "run_name"}
+_NO_SETTINGS = {"output_dir", "run_name", "hub_token", "accelerator_config", "debug", "disable_tqdm", "report_to"}
+"""Places, secrets, what only changes the output, and what its class rewrites even where it is the default."""
 _FROM_TRL = ("reward", "reward_std", "loss", "kl", "entropy", "grad_norm")
 _TIMES = ("generation", "reward", "sync", "update")
 
@@ -29,7 +30,8 @@ def describe_run(
     The values of a log's `run` line.
 
     Args:
-        config: a `GRPOConfig`; its fields that differ from their defaults become `settings`, tokens masked.
+        config: a `GRPOConfig`; its fields that differ from their defaults, but for places, secrets and output, become
+            `settings`.
         model: name of the model.
         rollout_path: who generates, `"transformers"` for TRL's own generation.
         device: where the policy is trained.
@@ -43,7 +45,7 @@ def describe_run(
     settings = {
         name: values[name]
         for name, default in defaults.items()
-        if name in values and name not in _PLACES and values[name] != default
+        if name in values and name not in _NO_SETTINGS and values[name] != default
     }
     return {
         "versions": _versions(),

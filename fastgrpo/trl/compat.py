@@ -83,7 +83,7 @@ def check_trainer(trainer: GRPOTrainer) -> None:
 
 
 def overrides(trainer: GRPOTrainer, method: str) -> bool:
-    """Whether the trainer's class, or the trainer itself, brings its own version of a GRPOTrainer method."""
+    """Whether the trainer's class brings its own version of a GRPOTrainer method."""
     return getattr(type(trainer), method) is not getattr(GRPOTrainer, method)
 
 

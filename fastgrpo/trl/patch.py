@@ -15,6 +15,7 @@ from fastgrpo.kernels.backends import REFERENCE, Backend, forget_backend, note_b
 from fastgrpo.trl.compat import (
     HEAD_NAME,
     SCORING_METHOD,
+    UnsupportedError,
     accepts_position_ids,
     check_installation,
     check_trainer,
@@ -38,11 +39,13 @@ class Patch:
     Attributes:
         trainer: the patched trainer.
         options: the options in force.
+        unpacked_because: why rows keep TRL's layout; empty where they are left-packed.
         active: False once unpatched.
     """
 
     trainer: GRPOTrainer
     options: Options
+    unpacked_because: str = ""
     active: bool = True
     replaced: list[tuple[Any, str, Any]] = field(default_factory=list, repr=False)
     """(owner, attribute, what stands there now), in the order of replacement."""
@@ -104,14 +107,20 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
             )
         return present
 
+    if SCORING_METHOD in trainer.__dict__:
+        raise UnsupportedError(
+            f"The trainer already has an own {SCORING_METHOD}, set on the object, which the patch would hide. Patch first and "
+            "wrap afterwards, or override the method in a subclass: the patch calls that."
+        )
     options = options or Options()
+    unpacked_because = _reason_not_to_pack(trainer, options)
     method = ScoringMethod(
         trainer,
         options.chunk_plan,
-        packed=_choose_packing(trainer, options),
+        packed=not unpacked_because,
         explicit_positions=accepts_position_ids(trainer),
     )
-    handle = Patch(trainer, options)
+    handle = Patch(trainer, options, unpacked_because)
     method.handle = handle
     _enter(handle)
     _replace(handle, trainer, SCORING_METHOD, method)
@@ -124,7 +133,12 @@ def unpatch(trainer: GRPOTrainer) -> None:
 
     Args:
         trainer: a patched trainer; one that is not patched is left alone.
+
+    Raises:
+        TypeError: not a GRPOTrainer.
     """
+    if not isinstance(trainer, GRPOTrainer):
+        raise TypeError(f"fastgrpo.unpatch takes a trl.GRPOTrainer; it was given a {type(trainer).__name__}.")
     present = find_patch(trainer)
     if present is not None:
         present.unpatch()
@@ -132,8 +146,7 @@ def unpatch(trainer: GRPOTrainer) -> None:
 
 def find_patch(trainer: GRPOTrainer) -> Patch | None:
     """The handle of a patched trainer, or None."""
-    method = trainer.__dict__.get(SCORING_METHOD)
-    return method.handle if isinstance(method, ScoringMethod) else None
+    return next((handle for handle in _active if handle.trainer is trainer), None)
 
 
 def _replace(handle: Patch, owner: Any, name: str, value: Any) -> None:
@@ -141,18 +154,13 @@ def _replace(handle: Patch, owner: Any, name: str, value: Any) -> None:
     handle.replaced.append((owner, name, value))
 
 
-def _choose_packing(trainer: GRPOTrainer, options: Options) -> bool:
+def _reason_not_to_pack(trainer: GRPOTrainer, options: Options) -> str:
     obstacle = packing_obstacle(trainer)
     if options.packing == "left" and obstacle:
         raise ValueError(f"packing='left' is not possible: {obstacle}; use packing='auto' or 'none'.")
-    packed = options.packing != "none" and not obstacle
     if obstacle and options.packing == "auto":
         logger.warning("fastgrpo: rows reach the model as TRL pads them, not left-packed: %s.", obstacle)
-    reason = "" if packed else obstacle or "packing='none'"
-    device = trainer.accelerator.device.type
-    note_backend("packing", Backend("left-packed" if packed else "as TRL pads", device, reason))
-    note_backend("trainer head", Backend(REFERENCE, device, ""))
-    return packed
+    return "packing='none'" if options.packing == "none" else obstacle
 
 
 # Patches in force; a trainer that is dropped without unpatching takes its own out.
@@ -161,18 +169,33 @@ _active: weakref.WeakSet[Patch] = weakref.WeakSet()
 
 def _enter(handle: Patch) -> None:
     _active.add(handle)
+    weakref.finalize(handle, _restore_if_unused)
     # TRL's fused head looks its kernel up there at each call, for every trainer in the process.
     present = getattr(trl_utils, HEAD_NAME)
     if has_fused_head() and not isinstance(present, HeadDispatcher):
         setattr(trl_utils, HEAD_NAME, HeadDispatcher(present))
+    _show_backends(handle)
 
 
 def _leave(handle: Patch) -> None:
     _active.discard(handle)
-    if _active:
+    _restore_if_unused()
+
+
+def _restore_if_unused() -> None:
+    remaining = [handle for handle in _active if handle.active]
+    if remaining:
+        _show_backends(remaining[-1])
         return
     present = getattr(trl_utils, HEAD_NAME)
     if isinstance(present, HeadDispatcher):
         setattr(trl_utils, HEAD_NAME, present.original)
     for name in _BACKEND_NOTES:
         forget_backend(name)
+
+
+def _show_backends(handle: Patch) -> None:
+    device = handle.trainer.accelerator.device.type
+    layout = "as TRL pads" if handle.unpacked_because else "left-packed"
+    note_backend("packing", Backend(layout, device, handle.unpacked_because))
+    note_backend("trainer head", Backend(REFERENCE, device, ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 
 import pytest
@@ -80,6 +81,27 @@ def test_a_later_override_by_someone_else_is_left_with_a_warning(trainer):
     with pytest.warns(UserWarning, match="replaced by something else"):
         handle.unpatch()
     assert trainer.__dict__[SCORING] is foreign
+
+
+def test_unpatching_by_the_trainer_warns_about_a_later_override_too(trainer):
+    fastgrpo.patch(trainer)
+    foreign = trainer.__dict__[SCORING] = lambda *args, **kwargs: None
+    with pytest.warns(UserWarning, match="replaced by something else"):
+        fastgrpo.unpatch(trainer)
+    assert trainer.__dict__[SCORING] is foreign
+
+
+def test_an_earlier_override_on_the_object_is_refused_not_hidden(trainer):
+    trainer.__dict__[SCORING] = lambda *args, **kwargs: None
+    refused(trainer, fastgrpo.UnsupportedError, "already has an own _get_per_token.*Patch first")
+
+
+def test_a_dropped_trainer_takes_its_patch_along(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    fastgrpo.patch(trainer)
+    del trainer
+    gc.collect()
+    assert trl_utils._ChunkedLogProbFunction is TRL_HEAD and "packing" not in fastgrpo.backends()
 
 
 def test_two_trainers_are_patched_apart(tmp_path):

@@ -72,7 +72,6 @@ class Display:
         self._name = ""
         self._total: int | None = None
         self._began = self._last_line = 0.0
-        self._done = 0
         self._rewards: list[float] = []
         self._panel: Table | None = None
 
@@ -86,13 +85,12 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self.console.print(text, highlight=False)
+    def _say(self, text: Text) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     def begin(self, name: str, total: int | None = None) -> None:
         """A new phase, of `total` units of work or of unknown length."""
-        self._name, self._total, self._done = name, total, 0
+        self._name, self._total = name, total
         self._began = self._last_line = time.perf_counter()
         if self._task is not None:
             self._progress.remove_task(self._task)
@@ -101,7 +99,6 @@ class Display:
 
     def advance(self, done: int, note: str = "") -> None:
         """`done` units of the phase are done."""
-        self._done = done
         elapsed = time.perf_counter() - self._began
         left = ""
         if self._total and 0 < done < self._total:
@@ -112,7 +109,7 @@ class Display:
             self._refresh()
         elif time.perf_counter() - self._last_line >= _PLAIN_EVERY_S:
             self._last_line = time.perf_counter()
-            self.say("  " + ", ".join(filter(None, [f"{self._name} {count}", note, left])))
+            self._say(Text("  " + ", ".join(filter(None, [f"{self._name} {count}", note, left]))))
 
     def end(self, result: str = "") -> None:
         """The phase is over; its line stays."""
@@ -122,23 +119,22 @@ class Display:
             self._progress.remove_task(self._task)
             self._task = None
         self._refresh()
-        self.say(f"[green]✓[/green] {self._name:<26} {clock_text(seconds):>5}  {result}".rstrip())
+        self._say(Text.assemble(("✓", "green"), f" {self._name:<26} {clock_text(seconds):>5}  {result}".rstrip()))
 
     def step(self, values: dict[str, Any]) -> None:
         """A training step, as `RunLogCallback` reports it."""
         reward = values["reward"]
-        if reward is not None:
+        if reward is not None and math.isfinite(reward):
             self._rewards.append(reward)
         speed = []
         if values["seconds"]:
             speed.append(f"{values['seconds']:.2f} s/step")
             if values["tokens_real"]:
                 speed.append(f"{values['tokens_real'] / values['seconds']:,.0f} tokens/s")
-        entropy = values["entropy"]
         facts = {
             "reward": _number(reward),
             f"mean of last {WINDOW}": _number(mean_of_last(self._rewards) if self._rewards else None),
-            "entropy": _number(entropy),
+            "entropy": _number(values["entropy"]),
         }
         self._panel = Table.grid(padding=(0, 3))
         self._panel.add_row(
@@ -149,7 +145,7 @@ class Display:
 
     def _refresh(self) -> None:
         if self._live is not None:
-            self._live.update(self._view())
+            self._live.update(self._view(), refresh=True)
 
     def _view(self) -> Group:
         parts: list[Any] = [self._progress] if self._task is not None else []

@@ -25,10 +25,10 @@ def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, padding_side="left", **gguf)
         model = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=torch.float32, **gguf)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # what a file that is no model raises is as varied as such files
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise DemoError(
-            f"{path} cannot be loaded as a language model: {reason} Give a folder with config.json, weights and tokenizer, "
+            f"{path} cannot be loaded as a language model: {reason}. Give a folder with config.json, weights and tokenizer, "
             "or a .gguf file."
         ) from error
     if tokenizer.pad_token_id is None:

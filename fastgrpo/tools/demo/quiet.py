@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stderr
 import datasets
 import transformers
 
-_LOGGERS = ("accelerate", "datasets", "peft", "torch", "trl")
+_LOGGERS = ("accelerate", "datasets", "matplotlib", "peft", "torch", "trl")
 
 
 @contextmanager

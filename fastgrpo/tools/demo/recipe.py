@@ -23,6 +23,7 @@ class Recipe:
         learning_rate, warmup_steps: linear warm-up, then linear decay to zero.
         lora_rank: 0 trains all parameters.
         held_out: problems for pass@1, which training never sees.
+        threads: of torch; None = as many as there are cores.
     """
 
     model: str
@@ -36,6 +37,7 @@ class Recipe:
     warmup_steps: int
     lora_rank: int
     held_out: int
+    threads: int | None = None
 
 
 SMOLLM2 = Recipe(
@@ -54,15 +56,16 @@ SMOLLM2 = Recipe(
 )
 
 TOY = Recipe(
-    model="toy",
+    model="toy, 0.6 M parameters",
     template="{a}+{b}=",
     reward=exact_reward,
     steps=120,
     prompts_per_step=32,
     generations=8,
     max_completion_length=4,
-    learning_rate=5e-4,
-    warmup_steps=10,
+    learning_rate=4e-4,
+    warmup_steps=20,
     lora_rank=0,
     held_out=512,
+    threads=1,  # its tensors are too small to share: on a busy machine a second thread makes it slower
 )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import GRPOTrainer
 
 import fastgrpo
 from fastgrpo.tools.clock import StepClock
@@ -30,6 +32,7 @@ from fastgrpo.tools.evaluate import PassAt1, evaluate_pass_at_1
 from fastgrpo.tools.plot import missing_matplotlib, plot_reward
 from fastgrpo.tools.runlog import RunLog, read_run_log
 from fastgrpo.tools.runlog_callback import RunLogCallback, describe_run
+from fastgrpo.trl.compat import check_installation
 
 INTERRUPTED = 130
 
@@ -69,9 +72,14 @@ class DemoOptions:
         return TOY if self.toy else SMOLLM2
 
 
-def run_demo(options: DemoOptions, console: Console) -> int:
+def run_demo(options: DemoOptions, console: Console, began: float | None = None) -> int:
     """
     Runs a demo.
+
+    Args:
+        options: what to run.
+        console: where to show it.
+        began: `time.perf_counter()` when the user's wait began; None = now.
 
     Returns:
         exit status: 0, or 130 after Ctrl-C, with a valid log in both cases.
@@ -79,9 +87,12 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     Raises:
         DemoError: something its user can mend.
     """
+    began = time.perf_counter() if began is None else began
     no_picture = missing_matplotlib()
     if no_picture:
-        console.print(f"There will be no picture: {no_picture}.", highlight=False)
+        say(console, f"There will be no picture: {no_picture}.")
+    if not options.stock:
+        _refuse_unsupported(check_installation)
     check_writable(options.runs_dir)
     source = None if options.toy else _find_model(options, console)
     folder = make_run_folder(options.runs_dir, options.name or ("demo-toy" if options.toy else "demo"))
@@ -95,15 +106,21 @@ def run_demo(options: DemoOptions, console: Console) -> int:
             status = INTERRUPTED
         record = read_run_log(folder)
         if outcome is None:
-            console.print(f"Interrupted after {len(record.steps)} training steps.", highlight=False)
+            say(console, f"Interrupted after {len(record.steps)} training steps.")
         else:
-            print_summary(console, record, *outcome)
+            print_summary(console, record, time.perf_counter() - began, *outcome)
         picture = folder / "reward.png"
         if record.rewards and not no_picture:
-            plot_reward(record, picture, f"{record.run['model']} on two-digit sums, GRPO on a CPU")
+            with quiet_libraries():
+                plot_reward(record, picture, f"{record.run['model']} on two-digit sums, GRPO on a CPU")
         for path in filter(Path.exists, (record.path, picture)):
-            console.print(str(path), highlight=False, soft_wrap=True)
+            say(console, str(path))
     return status
+
+
+def say(console: Console, text: str) -> None:
+    """A plain line: no markup, no colours, not broken where the terminal ends."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def check_writable(runs_dir: Path) -> None:
@@ -142,17 +159,21 @@ def _find_model(options: DemoOptions, console: Console) -> Path:
         raise DemoError(
             'The model is a GGUF file; reading it needs gguf: pip install "fastgrpo[demo]". `fastgrpo demo --toy` runs without.'
         )
-    return source or fetch_gguf(lambda text: console.print(text, highlight=False, soft_wrap=True))
+    return source or fetch_gguf(lambda text: say(console, text))
 
 
 def _train(
     options: DemoOptions, source: Path | None, folder: Path, console: Console, interrupts: Interrupts
 ) -> tuple[list[Sum], PassAt1, PassAt1]:
+    """The run itself; returns the held-out sums and how they went before and after."""
     recipe = options.recipe
     steps = options.steps or recipe.steps
     torch.manual_seed(options.seed)
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
     sums = all_sums(recipe.template, options.seed)
-    held_out, training = _split(sums, options.held_out or recipe.held_out)
+    split = options.held_out or recipe.held_out
+    held_out, training = sums[:split], sums[split:]
     config = grpo_config(recipe, steps, options.seed, folder)
     header = describe_run(
         config,
@@ -163,7 +184,18 @@ def _train(
     )
     clock = StepClock()
     with RunLog(folder / "log.jsonl", **header) as log, Display(console) as display:
+
+        def on_step(values: dict[str, Any]) -> None:
+            interrupts.check()
+            display.step(values)
+
         model, tokenizer = _pretrained_toy(options, training, display) if source is None else _loaded(source, display)
+        callback = RunLogCallback(log, clock, on_step)
+        trainer = build_trainer(
+            model, tokenizer, training, recipe, config, clock.timed_reward(recipe.reward), [callback]
+        )
+        if not options.stock:
+            _refuse_unsupported(lambda: fastgrpo.patch(trainer))
 
         def evaluate(when: str, step: int) -> PassAt1:
             display.begin(f"pass@1 {when} training", len(held_out))
@@ -179,26 +211,12 @@ def _train(
             display.end(f"{outcome.rate:.1%}")
             return outcome
 
-        def on_step(values: dict) -> None:
-            interrupts.check()
-            display.step(values)
-
-        callback = RunLogCallback(log, clock, on_step)
-        trainer = build_trainer(
-            model, tokenizer, training, recipe, config, clock.timed_reward(recipe.reward), [callback]
-        )
-        if not options.stock:
-            _patch(trainer)
         before = evaluate("before", 0)
-        display.begin("training" + (" (stock TRL)" if options.stock else ""), steps)
+        display.begin("training" + (", stock TRL" if options.stock else ""), steps)
         with clock.watch(trainer.model):
             trainer.train()
         display.end()
         return held_out, before, evaluate("after", steps)
-
-
-def _split(sums: list[Sum], held_out: int) -> tuple[list[Sum], list[Sum]]:
-    return sums[:held_out], sums[held_out:]
 
 
 def _loaded(source: Path, display: Display) -> Loaded:
@@ -224,8 +242,8 @@ def _pretrained_toy(options: DemoOptions, training: list[Sum], display: Display)
     return model, tokenizer
 
 
-def _patch(trainer: GRPOTrainer) -> None:
+def _refuse_unsupported(check: Callable[[], object]) -> None:
     try:
-        fastgrpo.patch(trainer)
+        check()
     except fastgrpo.UnsupportedError as error:
         raise DemoError(f"{error} (`fastgrpo demo --stock` trains with TRL unpatched.)") from error

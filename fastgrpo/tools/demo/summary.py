@@ -22,13 +22,16 @@ def first_and_last(values: Sequence[float], window: int = 10) -> tuple[int, floa
     return window, sum(values[:window]) / window, sum(values[-window:]) / window
 
 
-def print_summary(console: Console, record: RunRecord, sums: Sequence[Sum], before: PassAt1, after: PassAt1) -> None:
+def print_summary(
+    console: Console, record: RunRecord, seconds: float, sums: Sequence[Sum], before: PassAt1, after: PassAt1
+) -> None:
     """
     Prints what training changed, and some answers of both models.
 
     Args:
         console: where to.
         record: the finished run.
+        seconds: wall clock of the whole demo.
         sums: the held-out problems.
         before, after: their evaluations.
     """
@@ -44,18 +47,19 @@ def print_summary(console: Console, record: RunRecord, sums: Sequence[Sum], befo
     console.print()
     console.print(table)
 
-    answers = Table(title="The first held-out questions", title_justify="left", title_style="bold")
-    for name in ("question", "answer before", "answer after"):
+    changed = [i for i in range(len(sums)) if before.correct[i] != after.correct[i]]
+    title = "Held-out sums that changed" if changed else "The first held-out sums"
+    answers = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("sum", "answer before", "answer after"):
         answers.add_column(name, no_wrap=True)
-    for index, problem in list(enumerate(sums))[:_SAMPLES]:
-        answers.add_row(str(problem), _answer(before, index), _answer(after, index))
+    for index in (changed or range(len(sums)))[:_SAMPLES]:
+        answers.add_row(str(sums[index]), _answer(before, index), _answer(after, index))
     console.print(answers)
-    end = record.end or {}
-    console.print(
-        f"{clock_text(end['wall_s'])} in all, {end['seconds_per_step']:.2f} s per training step, peak memory "
-        f"{end['peak_memory_gb']:.1f} GB",
-        highlight=False,
-    )
+    end = record.end
+    facts = [f"{clock_text(seconds)} in all, with imports", f"{end['seconds_per_step']:.2f} s per training step"]
+    if end["peak_memory_gb"] is not None:
+        facts.append(f"peak memory {end['peak_memory_gb']:.1f} GB")
+    console.print(", ".join(facts), highlight=False)
 
 
 def _ratio(before: float, after: float) -> str:

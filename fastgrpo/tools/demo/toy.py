@@ -12,11 +12,11 @@ from fastgrpo.tools.demo.tasks import Sum
 
 LOSS_GOAL = 0.4
 """Mean cross-entropy of an answer's tokens at which about two in five sampled answers are right."""
-MAX_STEPS = 400
+MAX_STEPS = 600
 
 _SPECIAL = ["<pad>", "<eos>", "<unk>"]
-_BATCH = 256
-_LEARNING_RATE = 2e-3
+_BATCH = 128
+_LEARNING_RATE = 4e-3
 _WARMUP = 20
 _SMOOTHING = 0.9
 
@@ -67,7 +67,7 @@ def pretrain(
         model, tokenizer: changed in place; read only.
         sums: what to learn from.
         seed: of the order of the batches.
-        max_steps: of 256 sums each; training ends there at the latest.
+        max_steps: of 128 sums each; training ends there at the latest.
         progress: called with (steps done, smoothed loss) after every step.
     """
     ids, labels = _supervised(tokenizer, sums)

@@ -61,12 +61,9 @@ def build_trainer(
 
 def _lora(model: PreTrainedModel, rank: int) -> LoraConfig:
     # Adapters in the upper half of the layers learn these tasks as well as in all, and backward ends there.
-    layers = model.get_decoder().layers
+    layers = getattr(model.get_decoder(), "layers", [])
     upper = {
-        id(module)
-        for layer in layers[len(layers) // 2 :]
-        for module in layer.modules()
-        if isinstance(module, nn.Linear)
+        module for layer in layers[len(layers) // 2 :] for module in layer.modules() if isinstance(module, nn.Linear)
     }
-    names = [name for name, module in model.named_modules() if id(module) in upper]
-    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
+    names = [name for name, module in model.named_modules() if module in upper]
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names or "all-linear")
