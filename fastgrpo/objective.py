@@ -23,7 +23,11 @@ IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
 SAMPLER_RATIO_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 _OPTIONAL_NUMBERS = ("epsilon_high", "delta", "off_policy_mask_threshold")
-_ANY_SIGN = ("off_policy_mask_threshold", "entropy_coef", "vespo_k_pos", "vespo_k_neg")
+# The temperatures have a check of their own.
+_ANY_SIGN = (
+    *("off_policy_mask_threshold", "entropy_coef", "sapo_temperature_pos", "sapo_temperature_neg"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
 _NUMBERS = (
     *_OPTIONAL_NUMBERS,
     *("epsilon", "beta", "entropy_coef", "top_entropy_quantile", "sapo_temperature_pos", "sapo_temperature_neg"),
