@@ -15,7 +15,7 @@ masks = st.tuples(st.integers(0, 5), st.integers(0, 12)).flatmap(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(masks)
 def test_rows_keep_their_real_tokens_in_order_and_restoring_is_the_exact_inverse(mask):
     mask = torch.from_numpy(mask)
