@@ -17,14 +17,18 @@ from fastgrpo.trl.compat import (
     SCORING_METHOD,
     UnsupportedError,
     accepts_position_ids,
+    base_model,
     check_installation,
     check_trainer,
     has_fused_head,
+    notes_on,
     packing_obstacle,
 )
 from fastgrpo.trl.config import Options
 from fastgrpo.trl.heads import HeadDispatcher
+from fastgrpo.trl.probe import Finding, probe
 from fastgrpo.trl.scoring import ScoringMethod
+from fastgrpo.trl.start import StartLines
 
 logger = logging.getLogger("fastgrpo")
 
@@ -40,13 +44,16 @@ class Patch:
         trainer: the patched trainer.
         options: the options in force.
         unpacked_because: why rows keep TRL's layout; empty where they are left-packed.
+        finding: what the check at patch time found.
         active: False once unpatched.
     """
 
     trainer: GRPOTrainer
     options: Options
     unpacked_because: str = ""
+    finding: Finding = field(default_factory=Finding)
     active: bool = True
+    callback: StartLines | None = field(default=None, repr=False)
     replaced: list[tuple[Any, str, Any]] = field(default_factory=list, repr=False)
     """(owner, attribute, what stands there now), in the order of replacement."""
 
@@ -65,6 +72,8 @@ class Patch:
                     "left as it is.",
                     stacklevel=2,
                 )
+        if self.callback is not None:
+            self.trainer.remove_callback(self.callback)
         _leave(self)
 
     def __enter__(self) -> Patch:
@@ -78,9 +87,10 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     """
     Makes a built `GRPOTrainer` compute its log-probs with fastgrpo; everything else stays TRL's.
 
-    Works before, between and after `train()` calls. Results agree with the unpatched trainer's up to the rounding of
-    floating-point sums. Models whose absolute positions TRL shifts by its left padding (GPT-2, OPT) are scored at their
-    real positions.
+    Works before, between and after `train()` calls. Two short rows are scored by the model itself and by fastgrpo first:
+    where packed rows differ, rows keep TRL's layout; where the head differs, the trainer is refused. Results agree with the
+    unpatched trainer's up to the rounding of floating-point sums. Models whose absolute positions TRL shifts by its left
+    padding (GPT-2, OPT) are scored at their real positions.
 
     Args:
         trainer: the trainer; its model may be fully trained or carry LoRA adapters.
@@ -123,8 +133,41 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     handle = Patch(trainer, options, unpacked_because)
     method.handle = handle
     _enter(handle)
+    try:
+        _check_against_the_model(handle, method)
+    except BaseException:
+        handle.unpatch()
+        raise
     _replace(handle, trainer, SCORING_METHOD, method)
+    handle.callback = StartLines(handle)
+    trainer.add_callback(handle.callback)
+    for note in notes_on(trainer, method.packed):
+        logger.warning("fastgrpo: %s.", note)
     return handle
+
+
+def _check_against_the_model(handle: Patch, method: ScoringMethod) -> None:
+    """Takes packing back, or refuses the trainer, where the probe finds a difference."""
+    handle.finding = finding = probe(handle.trainer, method.score, method.packed)
+    if finding.skipped:
+        logger.warning(
+            "fastgrpo: patched without a check against the model's own forward, which raised %s", finding.skipped
+        )
+    if finding.head:
+        raise UnsupportedError(
+            f"On two short rows, fastgrpo's output head and the model's own forward disagree: {finding.head}. "
+            f"{type(base_model(handle.trainer.model)).__name__} turns hidden states into logits in a way that fastgrpo does "
+            "not know. Train without the patch, and please report the model."
+        )
+    if finding.layout and handle.options.packing == "left":
+        raise UnsupportedError(
+            f"packing='left' changes the results of this model: {finding.layout}; use packing='auto' or 'none'."
+        )
+    if finding.layout:
+        method.packed = False
+        handle.unpacked_because = f"packed rows change this model's results: {finding.layout}"
+        logger.warning("fastgrpo: rows reach the model as TRL pads them, not left-packed: %s.", handle.unpacked_because)
+        _show_backends(handle)
 
 
 def unpatch(trainer: GRPOTrainer) -> None:

@@ -127,7 +127,7 @@ def _stock(trainer: GRPOTrainer, model: torch.nn.Module, row: Tensor, completion
         log_p = (logits[0, -completion - 1 : -1].double() / trainer.temperature).log_softmax(-1)
         logprobs = log_p.gather(1, row[-completion:, None]).squeeze(1)
         entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
-        gradient = _gradient(logprobs, embedded)
+        gradient = _gradient(logprobs * _weights(logprobs), embedded)
     return Scored(logprobs.detach(), entropy.detach(), gradient[0])
 
 
@@ -137,19 +137,25 @@ def _ours(
     scored = mask[:, -completion:].bool()
     with _embedded(model) as embedded:
         logprobs, entropy = score_rows(ids, mask, completion, packed)
-        gradient = _gradient(logprobs[scored], embedded)
+        gradient = _gradient((logprobs * _weights(logprobs))[scored], embedded)
     # Packed rows stand at the left, padded ones where the mask says; either way a row's tokens are in order.
     lengths = mask.sum(1).tolist()
-    real = torch.cat([
-        gradient[number, :length] if packed else gradient[number, mask[number].bool()]
-        for number, length in enumerate(lengths)
-    ])
+    real = torch.cat(
+        [
+            gradient[number, :length] if packed else gradient[number, mask[number].bool()]
+            for number, length in enumerate(lengths)
+        ]
+    )
     return Scored(logprobs[scored].detach().double(), entropy[scored].detach().double(), real)
 
 
-def _gradient(logprobs: Tensor, embedded: list[Tensor]) -> Tensor:
-    weights = torch.arange(1, len(logprobs) + 1, device=logprobs.device).mul(1.7).cos()
-    return torch.autograd.grad((logprobs * weights).sum(), embedded[-1])[0].double()
+def _weights(logprobs: Tensor) -> Tensor:
+    """What a completion's tokens count in the differentiated sum: the same in every row, different in every column."""
+    return torch.arange(1, logprobs.shape[-1] + 1, device=logprobs.device).mul(1.7).cos()
+
+
+def _gradient(terms: Tensor, embedded: list[Tensor]) -> Tensor:
+    return torch.autograd.grad(terms.sum(), embedded[-1])[0].double()
 
 
 def _joined(parts: list[Scored]) -> Scored:

@@ -82,7 +82,7 @@ class ScoringMethod:
         with profiling_context(self.trainer, SCORING_METHOD):
             rows = batch_size or max(input_ids.shape[0], 1)
             parts = [
-                self._score(model, ids, mask, logits_to_keep, entropy, compute_aux_loss)
+                self._score(model, ids, mask, logits_to_keep, entropy, compute_aux_loss, self.packed)
                 for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
             ]
             logprobs, entropies, aux_losses = zip(*parts, strict=True)
@@ -91,6 +91,15 @@ class ScoringMethod:
                 torch.cat(entropies) if compute_entropy else None,
                 torch.stack(aux_losses).mean() if compute_aux_loss else None,
             )
+
+    def score(
+        self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, packed: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The policy's log-probs and entropies as a loss forward gets them, `[B, logits_to_keep]`; for the probe."""
+        logprobs, entropy, _ = self._score(
+            self.trainer.model, input_ids, attention_mask, logits_to_keep, "detached", False, packed
+        )
+        return logprobs, entropy
 
     def _entropy_mode(self, compute_entropy: bool) -> Entropy:
         if not compute_entropy:
@@ -107,13 +116,14 @@ class ScoringMethod:
         logits_to_keep: int,
         entropy: Entropy,
         compute_aux_loss: bool,
+        pack: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         labels = input_ids.masked_fill(attention_mask == 0, _IGNORE)
         first_scored = input_ids.shape[1] - logits_to_keep
         labels[:, :first_scored] = _IGNORE
         inputs: dict[str, Tensor | bool] = {"input_ids": input_ids, "attention_mask": attention_mask}
         packed = None
-        if self.packed and not _scores_a_first_token(attention_mask, labels):
+        if pack and not _scores_a_first_token(attention_mask, labels):
             packed = left_pack(input_ids, attention_mask)
             labels = packed.take(labels)
             inputs = {"input_ids": packed.input_ids}

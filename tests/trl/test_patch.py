@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import pickle
 
@@ -117,6 +118,7 @@ def test_other_trainers_in_the_process_keep_trl_s_own_head(tmp_path, trainer, mo
     ours = []
     monkeypatch.setattr(heads, "linear_logprob", lambda *a, **k: ours.append(1) or fastgrpo.linear_logprob(*a, **k))
     with fastgrpo.patch(trainer):
+        ours.clear()  # the check at patch time
         score(other)
         assert not ours
         score(trainer)
@@ -180,6 +182,8 @@ def test_padding_is_cut_and_prompt_rows_are_not_projected(trainer, monkeypatch):
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     with fastgrpo.patch(trainer):
+        widths.clear()  # the check at patch time
+        rows.clear()
         score(trainer)
     hook.remove()
     assert widths == [5] and rows == [5]
@@ -255,7 +259,63 @@ def test_another_trl_is_refused_with_the_range_and_what_to_install(trainer, monk
 
 def test_a_trl_without_the_names_is_refused(trainer, monkeypatch):
     monkeypatch.setattr(compat, "HEAD_NAME", "_NoSuchName")
-    refused(trainer, fastgrpo.UnsupportedError, "is it modified")
+    refused(trainer, fastgrpo.UnsupportedError, "_NoSuchName`, which fastgrpo replaces, is missing")
+
+
+def test_a_head_from_elsewhere_is_refused(trainer, monkeypatch):
+    with monkeypatch.context() as replaced:
+        replaced.setattr(trl_utils, compat.HEAD_NAME, type("Other", (), {"__module__": "other.kernels"}))
+        with pytest.raises(fastgrpo.UnsupportedError, match=r"is from other\.kernels; something else modified trl"):
+            fastgrpo.patch(trainer)
+
+
+@pytest.mark.parametrize("method", [SCORING, "_compute_loss"])
+def test_a_method_replaced_for_all_trainers_is_refused_also_where_the_replacement_wraps_it(
+    trainer, method, monkeypatch
+):
+    original = getattr(GRPOTrainer, method)
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, method, wrapper)
+    refused(trainer, fastgrpo.UnsupportedError, f"GRPOTrainer.{method} was replaced by .*Make that a subclass")
+
+
+@pytest.mark.parametrize("method", [SCORING, "_compute_loss"])
+def test_a_source_that_was_never_tested_is_refused(trainer, method, monkeypatch):
+    monkeypatch.setitem(compat._KNOWN_SOURCES, method, {"0" * 16: "another release"})
+    refused(trainer, fastgrpo.UnsupportedError, f"source of GRPOTrainer.{method} in trl .* is none that this version")
+
+
+def test_single_trained_rows_of_a_tied_embedding_are_refused(tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[3, 4])
+    trainer = tiny_trainer(tmp_path, "qwen2 tied", lora)
+    refused(trainer, fastgrpo.UnsupportedError, "tied to embeddings.*trainable_token_indices.*modules_to_save")
+
+
+def test_a_head_sharded_over_devices_is_refused(trainer, monkeypatch):
+    monkeypatch.setattr(compat, "DTensor", torch.nn.Parameter)
+    refused(trainer, fastgrpo.UnsupportedError, "sharded over devices.*without tp_plan")
+
+
+def test_a_loss_of_the_users_own_is_said(tmp_path, caplog):
+    class OwnLoss(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs)
+
+    with fastgrpo.patch(tiny_trainer(tmp_path, trainer_class=OwnLoss)):
+        assert "OwnLoss brings its own _compute_loss" in caplog.text
+
+
+def test_dropout_is_said_where_packing_changes_the_random_numbers(tmp_path, caplog):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.2)
+    trainer = tiny_trainer(tmp_path, lora=lora, disable_dropout=False)
+    with fastgrpo.patch(trainer, fastgrpo.Options(packing="none")):
+        assert "dropout" not in caplog.text
+    with fastgrpo.patch(trainer):
+        assert "dropout is 0.2: packed rows draw random numbers for fewer tokens" in caplog.text
 
 
 def test_a_lora_adapter_on_the_head_is_refused(trainer):
