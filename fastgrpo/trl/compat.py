@@ -129,6 +129,8 @@ def packing_obstacle(trainer: GRPOTrainer) -> str:
     layers = set(getattr(base_model(model).config.get_text_config(), "layer_types", None) or ())
     if layers - _ATTENTION_LAYERS:
         return f"the model has layers of type {', '.join(sorted(layers - _ATTENTION_LAYERS))}"
+    if overrides(trainer, SCORING_METHOD):
+        return f"{type(trainer).__name__} brings its own {SCORING_METHOD}"
     if trainer._is_vlm:
         return "vision-language positions depend on the images"
     if trainer.args.torch_compile:
@@ -180,6 +182,13 @@ def _check_model(model: torch.nn.Module, role: str) -> None:
 def notes_on(trainer: GRPOTrainer, packed: bool) -> list[str]:
     """What a patched trainer does differently from what its user may expect, in sentences."""
     notes = []
+    if overrides(trainer, SCORING_METHOD):
+        effect = (
+            "and gets fastgrpo's head inside"
+            if has_fused_head()
+            else "and with this TRL nothing else of the patch applies"
+        )
+        notes.append(f"{type(trainer).__name__} brings its own {SCORING_METHOD}: it is called, {effect}")
     if overrides(trainer, LOSS_METHOD):
         notes.append(
             f"{type(trainer).__name__} brings its own {LOSS_METHOD}: fastgrpo gives it log-probs and entropies, the loss stays "

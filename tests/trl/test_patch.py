@@ -309,6 +309,18 @@ def test_a_loss_of_the_users_own_is_said(tmp_path, caplog):
         assert "OwnLoss brings its own _compute_loss" in caplog.text
 
 
+def test_a_scoring_method_of_the_users_own_is_said_and_not_packed(tmp_path, caplog):
+    class OwnScoring(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    trainer = tiny_trainer(tmp_path, trainer_class=OwnScoring)
+    with fastgrpo.patch(trainer):
+        assert "OwnScoring brings its own _get_per_token_logps_and_entropies: it is called" in caplog.text
+        assert "brings its own" in fastgrpo.backends()["packing"].reason
+    refused(trainer, ValueError, "packing='left' is not possible", fastgrpo.Options(packing="left"))
+
+
 def test_dropout_is_said_where_packing_changes_the_random_numbers(tmp_path, caplog):
     lora = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.2)
     trainer = tiny_trainer(tmp_path, lora=lora, disable_dropout=False)
