@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import pickle
+import types
 
 import pytest
 import torch
 import trl.trainer.utils as trl_utils
 from peft import LoraConfig, PromptTuningConfig, inject_adapter_in_model
-from tiny import tiny_trainer
+from tiny import tiny_model, tiny_trainer
 from trl import GRPOTrainer
 
 import fastgrpo
@@ -363,6 +364,40 @@ def test_an_unsloth_class_is_refused(tmp_path):
 def test_sharded_trainers_are_refused(trainer):
     trainer.is_fsdp_enabled = True
     refused(trainer, fastgrpo.UnsupportedError, "FSDP, which is not supported yet; use DDP")
+
+
+def test_zero_3_is_refused_and_zero_2_is_not(trainer, monkeypatch):
+    trainer.is_deepspeed_enabled = True
+    plugin = types.SimpleNamespace(zero_stage=3)
+    monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin, raising=False)
+    refused(trainer, fastgrpo.UnsupportedError, "DeepSpeed ZeRO-3, which is not supported yet; use ZeRO-2 or lower")
+    plugin.zero_stage = 2
+    fastgrpo.patch(trainer).unpatch()
+
+
+@pytest.mark.parametrize("name", ["cp_size", "sp_size", "tp_size"])
+def test_parallelism_inside_a_sequence_or_a_layer_is_refused(trainer, monkeypatch, name):
+    sizes = types.SimpleNamespace(**{"cp_size": 1, "sp_size": 1, "tp_size": 1, name: 2})
+    monkeypatch.setattr(type(trainer.accelerator), "parallelism_config", sizes, raising=False)
+    refused(trainer, fastgrpo.UnsupportedError, f"parallelism_config.{name} is 2; only 1 is supported yet")
+
+
+@pytest.mark.skipif(compat.has_fused_head(), reason="from TRL 1.15 Liger has no part in the loss")
+def test_liger_s_loss_is_refused(trainer):
+    trainer.args.use_liger_kernel = True
+    refused(trainer, fastgrpo.UnsupportedError, "use_liger_kernel=True.*set use_liger_kernel=False")
+
+
+def test_a_reference_model_is_checked_like_the_policy(trainer):
+    trainer.ref_model = tiny_model("llama")
+    trainer.ref_model.lm_head = torch.nn.Sequential(trainer.ref_model.lm_head)
+    refused(trainer, fastgrpo.UnsupportedError, "The reference model's output head is a torch.*Sequential")
+
+
+def test_left_packing_is_refused_where_every_width_would_be_compiled(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    trainer.args.torch_compile = True
+    refused(trainer, ValueError, "packing='left' is not possible: torch_compile=True", fastgrpo.Options(packing="left"))
 
 
 def test_left_packing_is_refused_for_state_space_models_and_auto_says_so(trainer, caplog):
