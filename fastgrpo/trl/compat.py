@@ -12,6 +12,7 @@ import trl
 import trl.trainer.utils as trl_utils
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 
 TRL_RANGE = ("1.12", "1.17")
@@ -138,6 +139,27 @@ def packing_obstacle(trainer: GRPOTrainer) -> str:
     return ""
 
 
+def varlen_obstacle(trainer: GRPOTrainer) -> str:
+    """Why rows of this trainer cannot reach the model as one row without padding; empty where they may."""
+    model = base_model(trainer.accelerator.unwrap_model(trainer.model))
+    config = model.config.get_text_config()
+    implementation = config._attn_implementation
+    device = trainer.accelerator.device.type
+    if device != "cpu":
+        return f"there is no padding-free attention for {device} yet"
+    if not accepts_position_ids(trainer):
+        return "the model takes no position_ids"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "the model attends in chunks"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "the model's attention cannot be exchanged"
+    if implementation not in ALL_ATTENTION_FUNCTIONS:
+        return f"attn_implementation={implementation!r} cannot be exchanged; 'sdpa' can"
+    if _attention_dropout(model):
+        return f"attention dropout is {_attention_dropout(model):g}"
+    return ""
+
+
 def accepts_position_ids(trainer: GRPOTrainer) -> bool:
     """Whether the model's forward takes explicit positions."""
     return (
@@ -206,5 +228,13 @@ def notes_on(trainer: GRPOTrainer, packed: bool) -> list[str]:
 def _dropout(model: torch.nn.Module) -> float:
     """The largest dropout probability in a model, attention's included."""
     layers = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    attention = getattr(base_model(model).config.get_text_config(), "attention_dropout", 0.0)
-    return max([*layers, attention or 0.0])
+    return max([*layers, _attention_dropout(base_model(model))])
+
+
+def _attention_dropout(model: torch.nn.Module) -> float:
+    # Attention layers hold a probability themselves, or a layer of their own.
+    held = [getattr(module, "attention_dropout", 0.0) for module in model.modules()]
+    layers = [
+        m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and "att" in name.split(".")[-1]
+    ]
+    return max([0.0, *layers, *(value for value in held if isinstance(value, float))])

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-# Tokens of a prompt and its completion, row by row: unequal, so that both sides have padding.
-_ROWS = ((2, 5), (5, 3))
+from fastgrpo.trl.scoring import Layouts
+
+# Which prompt, its tokens and those of its completion, row by row: unequal, so that both sides have padding; the first
+# and the last continue the same prompt, so that it can be shared.
+_ROWS = ((0, 2, 5), (1, 5, 3), (0, 2, 4))
+# Token ids of the rows lie below.
+_IDS = 256
 # Largest relative difference of the gradients of the embedded tokens; 16-bit models round at every layer.
 _GRADIENT_LIMIT = {"exact": 1e-2, "rounded": 0.3}
 
@@ -27,7 +32,7 @@ class Scored(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
     gradient: Tensor
-    """Of a fixed weighted sum of log-probs, with respect to the embedded tokens: `[tokens, H]`."""
+    """Of a fixed weighted sum of log-probs, with respect to the embedded tokens, summed for each token id: `[256, H]`."""
 
 
 @dataclass(frozen=True)
@@ -36,57 +41,71 @@ class Finding:
     What the check found.
 
     Attributes:
+        layout: the first of the layouts asked for that agrees.
+        rejected: layout -> how it differs, for those tried before it.
         head: how the head differs from the model's own on rows without padding; empty where it agrees.
-        layout: how packed rows differ; empty where they agree or were not asked for.
         skipped: why nothing could be compared; empty where it was.
         difference: largest difference of a log-prob (nats) among what agrees.
     """
 
+    layout: Layouts = "none"
+    rejected: dict[str, str] = field(default_factory=dict)
     head: str = ""
-    layout: str = ""
     skipped: str = ""
     difference: float = 0.0
 
 
-ScoreRows = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor | None]]
-"""(input_ids, attention_mask, logits_to_keep, packed) -> log-probs and entropies, `[B, logits_to_keep]`."""
+ScoreRows = Callable[[Tensor, Tensor, int, Layouts], tuple[Tensor, Tensor]]
+"""(input_ids, attention_mask, logits_to_keep, layout) -> log-probs and entropies, `[B, logits_to_keep]`."""
 
 
-def probe(trainer: GRPOTrainer, score_rows: ScoreRows, packed: bool) -> Finding:
+def probe(trainer: GRPOTrainer, score_rows: ScoreRows, layouts: list[Layouts]) -> Finding:
     """
-    Compares fastgrpo's scoring of two short rows with the forward of the model itself.
+    Compares fastgrpo's scoring of three short rows with the forward of the model itself.
 
     No random number is drawn, no gradient is left behind, and the modes of all modules are restored.
 
     Args:
         trainer: whose policy is run, in evaluation mode.
         score_rows: fastgrpo's scoring.
-        packed: also compare both rows together, padded as TRL pads them and left-packed by `score_rows`.
+        layouts: to try in this order, on all rows padded as TRL pads them; `"none"` is TRL's own and not compared.
 
     Returns:
         Finding.
     """
     model = trainer.model
+    rejected: dict[str, str] = {}
     with _undisturbed(model):
         try:
             rows = _rows(model)
             expected = [_stock(trainer, model, row, completion) for row, completion in rows]
         except Exception as error:  # whatever a model raises here is no reason not to patch it
-            return Finding(skipped=_first_line(error))
+            return Finding(layout=layouts[0], skipped=_first_line(error))
         try:
             alone = [
-                _ours(model, score_rows, row[None], torch.ones_like(row[None]), completion, packed=False)
+                _ours(model, score_rows, row[None], torch.ones_like(row[None]), completion, "none")
                 for row, completion in rows
             ]
             head = _difference(trainer, _joined(alone), _joined(expected))
-            if head.reason or not packed:
+            if head.reason:
                 return Finding(head=head.reason, difference=head.worst)
             ids, mask, width = _as_trl_pads(rows)
-            together = _ours(model, score_rows, ids, mask, width, packed=True)
+            for layout in layouts:
+                if layout == "none":
+                    break
+                try:
+                    together = _difference(
+                        trainer, _ours(model, score_rows, ids, mask, width, layout), _joined(expected)
+                    )
+                except NotImplementedError as error:
+                    rejected[layout] = str(error)
+                    continue
+                if not together.reason:
+                    return Finding(layout, rejected, difference=max(head.worst, together.worst))
+                rejected[layout] = f"it changes this model's results: {together.reason}"
         except torch.OutOfMemoryError as error:
-            return Finding(skipped=_first_line(error))
-        layout = _difference(trainer, together, _joined(expected))
-        return Finding(layout=layout.reason, difference=head.worst if layout.reason else max(head.worst, layout.worst))
+            return Finding(layout=layouts[0], skipped=_first_line(error))
+    return Finding("none", rejected, difference=head.worst)
 
 
 def _rows(model: torch.nn.Module) -> list[tuple[Tensor, int]]:
@@ -100,10 +119,12 @@ def _rows(model: torch.nn.Module) -> list[tuple[Tensor, int]]:
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
     vocabulary = min(embedding.shape[0], model.get_output_embeddings().weight.shape[0])
-    plain = [token for token in range(min(vocabulary, 256)) if token not in special] or [0]
+    plain = [token for token in range(min(vocabulary, _IDS)) if token not in special] or [0]
     rows = []
-    for number, (prompt, completion) in enumerate(_ROWS):
-        ids = [plain[(7 * column + 11 * number + 3) % len(plain)] for column in range(prompt + completion)]
+    for number, (name, prompt, completion) in enumerate(_ROWS):
+        seeds = [7 * column + 11 * name for column in range(prompt)]
+        seeds += [7 * (prompt + column) + 11 * number + 3 for column in range(completion)]
+        ids = [plain[seed % len(plain)] for seed in seeds]
         rows.append((torch.tensor(ids, device=embedding.device), completion))
     return rows
 
@@ -128,25 +149,17 @@ def _stock(trainer: GRPOTrainer, model: torch.nn.Module, row: Tensor, completion
         logprobs = log_p.gather(1, row[-completion:, None]).squeeze(1)
         entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
         gradient = _gradient(logprobs * _weights(logprobs), embedded)
-    return Scored(logprobs.detach(), entropy.detach(), gradient[0])
+    return Scored(logprobs.detach(), entropy.detach(), gradient)
 
 
 def _ours(
-    model: torch.nn.Module, score_rows: ScoreRows, ids: Tensor, mask: Tensor, completion: int, packed: bool
+    model: torch.nn.Module, score_rows: ScoreRows, ids: Tensor, mask: Tensor, completion: int, layout: Layouts
 ) -> Scored:
     scored = mask[:, -completion:].bool()
     with _embedded(model) as embedded:
-        logprobs, entropy = score_rows(ids, mask, completion, packed)
+        logprobs, entropy = score_rows(ids, mask, completion, layout)
         gradient = _gradient((logprobs * _weights(logprobs))[scored], embedded)
-    # Packed rows stand at the left, padded ones where the mask says; either way a row's tokens are in order.
-    lengths = mask.sum(1).tolist()
-    real = torch.cat(
-        [
-            gradient[number, :length] if packed else gradient[number, mask[number].bool()]
-            for number, length in enumerate(lengths)
-        ]
-    )
-    return Scored(logprobs[scored].detach().double(), entropy[scored].detach().double(), real)
+    return Scored(logprobs[scored].detach().double(), entropy[scored].detach().double(), gradient)
 
 
 def _weights(logprobs: Tensor) -> Tensor:
@@ -154,12 +167,15 @@ def _weights(logprobs: Tensor) -> Tensor:
     return torch.arange(1, logprobs.shape[-1] + 1, device=logprobs.device).mul(1.7).cos()
 
 
-def _gradient(terms: Tensor, embedded: list[Tensor]) -> Tensor:
-    return torch.autograd.grad(terms.sum(), embedded[-1])[0].double()
+def _gradient(terms: Tensor, embedded: list[tuple[Tensor, Tensor]]) -> Tensor:
+    ids, leaf = embedded[-1]
+    gradient = torch.autograd.grad(terms.sum(), leaf)[0].double().flatten(0, -2)
+    return gradient.new_zeros(_IDS, gradient.shape[-1]).index_add_(0, ids.flatten(), gradient)
 
 
 def _joined(parts: list[Scored]) -> Scored:
-    return Scored(*(torch.cat(values) for values in zip(*parts, strict=True)))
+    logprobs, entropy, gradient = zip(*parts, strict=True)
+    return Scored(torch.cat(logprobs), torch.cat(entropy), sum(gradient))
 
 
 class _Comparison(NamedTuple):
@@ -204,13 +220,14 @@ def _rounding(trainer: GRPOTrainer) -> float:
 
 
 @contextmanager
-def _embedded(model: torch.nn.Module) -> Iterator[list[Tensor]]:
-    """The embedded tokens of every forward while this is open, as leaves that take a gradient."""
-    captured: list[Tensor] = []
+def _embedded(model: torch.nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """(ids, embedded tokens) of every forward while this is open; the latter are leaves that take a gradient."""
+    captured: list[tuple[Tensor, Tensor]] = []
 
-    def capture(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
-        captured.append(output.detach().requires_grad_())
-        return captured[-1].clone()  # a leaf must not be written to, and some models do
+    def capture(module: torch.nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        leaf = output.detach().requires_grad_()
+        captured.append((args[0], leaf))
+        return leaf.clone()  # a leaf must not be written to, and some models do
 
     hook = model.get_input_embeddings().register_forward_hook(capture)
     try:

@@ -80,8 +80,7 @@ def _parameters(trainer: GRPOTrainer) -> str:
 def _kernels(handle: Patch) -> str:
     serving = backends()
     head = serving["trainer head"]
-    layout = "as TRL pads them" if handle.unpacked_because else "left-packed"
-    because = f" ({handle.unpacked_because})" if handle.unpacked_because else ""
+    because = f" ({handle.not_varlen_because})" if handle.not_varlen_because else ""
     slow = f" ({head.reason})" if head.reason else ""
     finding = handle.finding
     checked = (
@@ -89,7 +88,7 @@ def _kernels(handle: Patch) -> str:
         if finding.skipped
         else f"agrees with the model's own forward within {finding.difference:.1g} nats"
     )
-    return f"head: {head.implementation}{slow}; rows {layout}{because}; {checked}"
+    return f"head: {head.implementation}{slow}; rows: {serving['packing'].implementation}{because}; {checked}"
 
 
 def _rewards(trainer: GRPOTrainer) -> str:

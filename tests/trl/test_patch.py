@@ -182,7 +182,7 @@ def test_padding_is_cut_and_prompt_rows_are_not_projected(trainer, monkeypatch):
     hook = trainer.model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    with fastgrpo.patch(trainer):
+    with fastgrpo.patch(trainer, fastgrpo.Options(packing="left")):
         widths.clear()  # the check at patch time
         rows.clear()
         score(trainer)
@@ -221,7 +221,8 @@ def test_backends_show_the_patch_and_why_rows_are_not_packed(trainer):
         ({"chunk_bytes": 0}, "chunk_bytes is 0"),
         ({"num_chunks": 0}, "num_chunks is 0"),
         ({"num_chunks": 2, "logit_chunk_multiplier": 2.0}, "give one of the two"),
-        ({"packing": "varlen"}, "packing is 'varlen'; choose one of 'auto', 'left', 'none'"),
+        ({"packing": "right"}, "packing is 'right'; choose one of 'auto', 'varlen', 'left', 'none'"),
+        ({"share_prefix": 1}, "share_prefix is 1; it must be True or False"),
     ],
 )
 def test_bad_options_raise(options, message):
@@ -320,6 +321,22 @@ def test_a_scoring_method_of_the_users_own_is_said_and_not_packed(tmp_path, capl
         assert "OwnScoring brings its own _get_per_token_logps_and_entropies: it is called" in caplog.text
         assert "brings its own" in fastgrpo.backends()["packing"].reason
     refused(trainer, ValueError, "packing='left' is not possible", fastgrpo.Options(packing="left"))
+
+
+def test_attention_dropout_is_left_to_the_model(tmp_path):
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    trainer = tiny_trainer(tmp_path, model)
+    with fastgrpo.patch(trainer) as handle:
+        assert handle.layout == "left" and handle.not_varlen_because == "attention dropout is 0.1"
+        trainer.train()
+    refused(
+        trainer,
+        ValueError,
+        "packing='varlen' is not possible: attention dropout is 0.1",
+        fastgrpo.Options(packing="varlen"),
+    )
 
 
 def test_dropout_is_said_where_packing_changes_the_random_numbers(tmp_path, caplog):

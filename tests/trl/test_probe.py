@@ -34,10 +34,13 @@ def rebuilt(cls: type[LlamaForCausalLM]) -> LlamaForCausalLM:
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_supported_model_agrees_packed_and_unpacked(model, lora, tmp_path):
-    with fastgrpo.patch(tiny_trainer(tmp_path, model, lora)) as handle:
-        assert handle.finding.head == handle.finding.layout == handle.finding.skipped == ""
+    trainer = tiny_trainer(tmp_path, model, lora)
+    with fastgrpo.patch(trainer) as handle:
+        assert handle.finding.head == handle.finding.skipped == "" and not handle.finding.rejected
         assert handle.finding.difference < 1e-5
-        assert not handle.unpacked_because
+        eager = trainer.model.config._attn_implementation == "eager"
+        assert handle.layout == ("left" if eager else "varlen")
+        assert ("'eager' cannot be exchanged" in handle.not_varlen_because) == eager
 
 
 def test_nothing_of_the_check_is_left(tmp_path):
@@ -75,27 +78,46 @@ def test_a_head_with_an_unknown_transform_is_refused_by_name_and_nothing_is_chan
     assert trainer.__dict__ == before and trainer.callback_handler.callbacks == callbacks
 
 
-def test_where_packing_changes_results_rows_keep_trl_s_layout_and_it_is_said_once(tmp_path, caplog, monkeypatch):
+def test_where_a_layout_changes_results_the_next_one_is_taken_and_it_is_said_once(tmp_path, caplog, monkeypatch):
     trainer = tiny_trainer(tmp_path, "llama")
-    layouts = []
+    wrong, tried = {"varlen"}, []
 
-    def shift_packed(self, ids, mask, keep, packed):
-        logprobs, entropy = original(self, ids, mask, keep, packed)
-        layouts.append(packed)
-        return logprobs + (0.1 if packed else 0.0), entropy
+    def shifted(self, ids, mask, keep, layout):
+        logprobs, entropy = original(self, ids, mask, keep, layout)
+        tried.append(layout)
+        return logprobs + (0.1 if layout in wrong else 0.0), entropy
 
     method = fastgrpo.trl.scoring.ScoringMethod
     original = method.score
-    monkeypatch.setattr(method, "score", shift_packed)
+    monkeypatch.setattr(method, "score", shifted)
     with fastgrpo.patch(trainer) as handle:
-        assert layouts == [False, False, True]
-        assert "packed rows change this model's results: log-probs differ by" in handle.unpacked_because
+        assert tried == ["none"] * 3 + ["varlen", "left"]
+        assert handle.layout == getattr(trainer, SCORING).layout == "left"
+        assert "it changes this model's results: log-probs differ by" in handle.not_varlen_because
+        assert fastgrpo.backends()["packing"].implementation == "left-packed"
+    assert caplog.text.count("rows are not packed as 'varlen'") == 1
+    wrong.add("left")
+    with fastgrpo.patch(trainer) as handle:
+        assert handle.layout == "none"
         assert fastgrpo.backends()["packing"].implementation == "as TRL pads"
-        assert not getattr(trainer, SCORING).packed
-    assert caplog.text.count("rows reach the model as TRL pads them") == 1
-    with pytest.raises(fastgrpo.UnsupportedError, match="packing='left' changes the results of this model"):
-        fastgrpo.patch(trainer, fastgrpo.Options(packing="left"))
+    for layout in ("varlen", "left"):
+        with pytest.raises(
+            fastgrpo.UnsupportedError, match=f"packing='{layout}' is not possible: it changes this model's"
+        ):
+            fastgrpo.patch(trainer, fastgrpo.Options(packing=layout))
     assert SCORING not in trainer.__dict__
+
+
+def test_a_model_that_keeps_the_layout_from_its_attention_is_left_packed(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tmp_path, "llama")
+    for layer in trainer.model.get_base_model().model.layers:
+        forward = layer.self_attn.forward
+        monkeypatch.setattr(
+            layer.self_attn, "forward", lambda *a, forward=forward, fastgrpo_layout=None, **k: forward(*a, **k)
+        )
+    with fastgrpo.patch(trainer) as handle:
+        assert handle.layout == "left"
+        assert "do not pass on the arguments" in handle.not_varlen_because
 
 
 def test_a_wrong_gradient_is_found_too(tmp_path, monkeypatch):
@@ -156,5 +178,5 @@ def test_rounding_follows_the_coarsest_dtype(tmp_path):
     trainer = tiny_trainer(tmp_path, tiny_model("llama").to(torch.bfloat16))
     assert probe_module._rounding(trainer) == torch.finfo(torch.bfloat16).eps
     with fastgrpo.patch(trainer) as handle:
-        assert handle.finding.head == handle.finding.layout == ""
+        assert handle.finding.head == "" and not handle.finding.rejected
         assert handle.finding.difference > 1e-5

@@ -20,7 +20,9 @@ def test_a_line_for_each_layer_is_printed_when_training_starts_and_not_after_unp
     assert layers == ["device", "trained", "head", "rewards", "rollouts"]
     assert re.search(r"device: cpu .*weights in float32; fastgrpo .*, trl .*, transformers .*, torch ", lines[0])
     assert re.search(r"4\.1 k of 26\.6 k parameters \(LORA 'default'\), output head frozen", lines[1])
-    assert re.search(r"reference \(torch ops\).*left-packed; agrees with the model's own forward within", lines[2])
+    assert re.search(
+        r"reference \(torch ops\).*no padding, prompts shared; agrees with the model's own forward within", lines[2]
+    )
     assert "many_letters x 1" in lines[3]
     assert "transformers generate, in this process; 4 completions of up to 12 tokens a prompt" in lines[4]
     trainer.train()
@@ -34,7 +36,7 @@ def test_reward_weights_and_full_fine_tuning_are_shown(tmp_path):
         text = "\n".join(start_lines(handle))
     assert f"{many_letters.__name__} x 0.25" in text
     assert "(all of the model), output head trained" in text
-    assert "rows as TRL pads them (packing='none')" in text
+    assert "rows: as TRL pads (packing='none')" in text
 
 
 def test_nothing_to_train_is_said_with_the_likely_cause(tmp_path):

@@ -63,7 +63,18 @@ MODELS = {
     "granite divide": lambda: _decoder(GraniteForCausalLM, GraniteConfig, logits_scaling=3.0),
     "phi bias": lambda: _decoder(PhiForCausalLM, PhiConfig, num_key_value_heads=4),
     "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=1, bos_token_id=None)
+        GPT2Config(
+            vocab_size=61,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            eos_token_id=1,
+            bos_token_id=None,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+        )
     ),
 }
 
