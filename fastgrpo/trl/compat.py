@@ -160,6 +160,15 @@ def varlen_obstacle(trainer: GRPOTrainer) -> str:
     return ""
 
 
+def has_attention_window(trainer: GRPOTrainer) -> bool:
+    """Whether some layer of the model sees a window of the past only."""
+    config = base_model(trainer.accelerator.unwrap_model(trainer.model)).config.get_text_config()
+    layers = getattr(config, "layer_types", None)
+    if layers is not None:
+        return "sliding_attention" in layers
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
+
+
 def accepts_position_ids(trainer: GRPOTrainer) -> bool:
     """Whether the model's forward takes explicit positions."""
     return (
