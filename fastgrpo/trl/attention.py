@@ -82,6 +82,10 @@ class AttentionDispatcher:
         unknown = [name for name in _UNKNOWN_TERMS if kwargs.get(name) is not None]
         if unknown or kwargs.get("dropout"):
             raise NotImplementedError(f"attention with {', '.join(unknown) or 'dropout'} has no padding-free form here")
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            # As torch does for its own attention; rotary embeddings may have made float32 of queries and keys.
+            query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
         layout.windows.append(kwargs.get("sliding_window"))
         scale = kwargs.get("scaling")
         out = segment_attention(
