@@ -1,0 +1,58 @@
+"""The scoring method against TRL's own on batches a rollout may bring: values, entropies and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny_trainer
+
+import fastgrpo
+
+BATCHES: dict[str, tuple[list[int], list[int]]] = {
+    "width of one": ([3, 1, 5], [1, 1, 1]),
+    "an empty completion": ([3, 2, 5], [0, 4, 1]),
+    "nothing but empty completions": ([3, 2], [0, 0]),
+    "prompts of one token": ([1, 1, 1], [3, 5, 2]),
+    "nothing to cut": ([4, 4], [3, 3]),
+    "longest prompt with the shortest completion": ([9, 1], [1, 9]),
+    "one row": ([2], [6]),
+}
+
+
+def batch(prompts: list[int], completions: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Ids of which pad and end may be part, the mask, and the completions' width."""
+    generator = torch.Generator().manual_seed(sum(prompts) + 7 * sum(completions))
+    left, width = max(prompts), max(*completions, 1)
+    ids = torch.randint(0, 45, (len(prompts), left + width), generator=generator)
+    columns = torch.arange(left + width)
+    starts, ends = left - torch.tensor(prompts)[:, None], left + torch.tensor(completions)[:, None]
+    mask = ((columns >= starts) & (columns < ends)).long()
+    return ids.where(mask.bool(), 0), mask, width
+
+
+@pytest.mark.parametrize("rows_a_forward", [None, 2])
+@pytest.mark.parametrize("model", ["llama", "qwen3 moe"])
+@pytest.mark.parametrize("case", BATCHES)
+def test_scores_and_gradients_are_trl_s(case, model, rows_a_forward, tmp_path):
+    trainer = tiny_trainer(tmp_path, model=model, lora=False, entropy_coef=0.1)
+    ids, mask, width = batch(*BATCHES[case])
+    scored = mask[:, -width:]
+    weights = torch.randn(2, *scored.shape, generator=torch.Generator().manual_seed(5))
+
+    def outcome() -> tuple[torch.Tensor, ...]:
+        trainer.model.zero_grad()
+        logprobs, entropy, aux = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, mask, width, rows_a_forward, compute_entropy=True, compute_aux_loss=model == "qwen3 moe"
+        )
+        logprobs, entropy = logprobs * scored, entropy * scored
+        aux = logprobs.new_zeros(()) if aux is None else aux
+        (weights[0] * logprobs + weights[1] * entropy).sum().add(aux).backward()
+        gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+        return logprobs, entropy, aux, gradient
+
+    stock = outcome()
+    with fastgrpo.patch(trainer):
+        ours = outcome()
+    for name, theirs, value in zip(("logprobs", "entropy", "auxiliary loss", "gradient"), stock, ours, strict=True):
+        assert theirs.shape == value.shape, name
+        assert (theirs - value).abs().max() <= 1e-4 * theirs.abs().max() + 1e-6, name
