@@ -12,6 +12,7 @@ BATCHES: dict[str, tuple[list[int], list[int]]] = {
     "width of one": ([3, 1, 5], [1, 1, 1]),
     "an empty completion": ([3, 2, 5], [0, 4, 1]),
     "nothing but empty completions": ([3, 2], [0, 0]),
+    "nothing but a prompt of one token": ([1, 1], [0, 0]),
     "prompts of one token": ([1, 1, 1], [3, 5, 2]),
     "nothing to cut": ([4, 4], [3, 3]),
     "longest prompt with the shortest completion": ([9, 1], [1, 9]),
