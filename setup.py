@@ -76,7 +76,8 @@ class BuildLibrary(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         arguments, environment = TOOLCHAIN
         environment = os.environ | environment
-        configure = ["cmake", "-S", ROOT, "-B", build, "-G", "Ninja", *arguments]
+        # --fresh: a second pip install in the same checkout finds the ninja of the first one's build environment gone.
+        configure = ["cmake", "--fresh", "-S", ROOT, "-B", build, "-G", "Ninja", *arguments]
         configure += [f"-DFASTGRPO_VERSION={self.distribution.get_version()}", "-DCMAKE_BUILD_TYPE=Release"]
         install = ["cmake", "--install", build, "--prefix", target, "--strip"]
         for command in (configure, ["cmake", "--build", build], install):

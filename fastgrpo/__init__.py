@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fastgrpo.head import LogProbs, linear_grpo_loss, linear_logprob
 from fastgrpo.kernels.backends import Backend, Backends, backends
 from fastgrpo.objective import AdaptiveEntropy, GRPOStats, Objective, grpo_loss, sampler_importance_ratio
-from fastgrpo.packing import LeftPacked, left_pack
+from fastgrpo.packing import LeftPacked, Packed, left_pack, pack, unpack
 
 if TYPE_CHECKING:
     from fastgrpo.trl import Options, Patch, UnsupportedError, patch, unpatch
@@ -21,6 +21,7 @@ __all__ = [
     "LogProbs",
     "Objective",
     "Options",
+    "Packed",
     "Patch",
     "UnsupportedError",
     "backends",
@@ -28,8 +29,10 @@ __all__ = [
     "left_pack",
     "linear_grpo_loss",
     "linear_logprob",
+    "pack",
     "patch",
     "sampler_importance_ratio",
+    "unpack",
     "unpatch",
 ]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgrpo.attention import Segment
 from fastgrpo.checks import require_device_of, require_tensor
 
 
@@ -56,20 +57,7 @@ def left_pack(input_ids: Tensor, attention_mask: Tensor) -> LeftPacked:
         ValueError: not two tensors of one shape `[B, L]`.
         TypeError: ids or mask in a dtype that is no id or mask.
     """
-    for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
-        require_tensor(name, value)
-    require_device_of("input_ids", input_ids, "attention_mask", attention_mask)
-    if input_ids.dim() != 2 or input_ids.shape != attention_mask.shape:
-        raise ValueError(
-            f"input_ids has shape {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)}; both must be "
-            "[B, L]."
-        )
-    for name, value, allowed in (
-        ("input_ids", input_ids, (torch.int32, torch.int64)),
-        ("attention_mask", attention_mask, (torch.bool, torch.uint8, torch.int32, torch.int64)),
-    ):
-        if value.dtype not in allowed:
-            raise TypeError(f"{name} is {value.dtype}; it must be one of {', '.join(map(str, allowed))}.")
+    _check_batch(input_ids, attention_mask)
     batch, width = input_ids.shape
     real = attention_mask.bool()
     count = real.sum(1, keepdim=True)
@@ -84,3 +72,188 @@ def left_pack(input_ids: Tensor, attention_mask: Tensor) -> LeftPacked:
         index=index,
         width=width,
     )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """
+    The real tokens of a batch as one row, without padding; a prompt that rows share may be there once.
+
+    Attributes:
+        tokens: `[1, N]` token ids.
+        position_ids: `[1, N]` int64, each token's position in its own row of the batch.
+        segments: runs of tokens that see each other, and the prefixes they continue, see `fastgrpo.attention`.
+        index: `[B, L]` int64, where each token of the batch is in the row; 0 for padding.
+        real: `[B, L]` bool, False on padding.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    segments: list[Segment]
+    index: Tensor
+    real: Tensor
+
+    def previous(self) -> Tensor:
+        """`[B, L]`: where the token before each is, in its own row of the batch; 0 for a row's first and for padding."""
+        place = (self.real.cumsum(1) - 1).clamp(min=0)
+        in_order = torch.zeros_like(self.index).scatter_reduce(1, place, self.index * self.real, "amax")
+        return in_order.gather(1, (place - 1).clamp(min=0)).masked_fill(~self.real | (place == 0), 0)
+
+    def take(self, values: Tensor) -> Tensor:
+        """`[B, L]` values beside the original tokens to `[N]` beside the packed ones; of a shared token, one row's."""
+        out = values.new_zeros(self.tokens.shape[1])
+        return out.index_copy(0, self.index[self.real], values[self.real])
+
+
+def pack(
+    input_ids: Tensor, attention_mask: Tensor, prompt_lengths: Tensor | None = None, share_prefix: bool = False
+) -> Packed:
+    """
+    Puts the real tokens of all rows behind each other.
+
+    Args:
+        input_ids: `[B, L]` integer ids.
+        attention_mask: `[B, L]` bool or integer, not 0 on real tokens, which may stand anywhere.
+        prompt_lengths: `[B]` integers, how many of a row's first real tokens are its prompt; needed for sharing.
+        share_prefix: rows with the same prompt follow each other, and the prompt stands before them once.
+
+    Returns:
+        Packed. Rows keep their order, but for those that join the first row with their prompt.
+
+    Raises:
+        ValueError: shapes that do not fit, or sharing without `prompt_lengths`.
+        TypeError: ids or mask in a dtype that is no id or mask.
+    """
+    _check_batch(input_ids, attention_mask)
+    batch, width = input_ids.shape
+    if share_prefix and prompt_lengths is None:
+        raise ValueError("share_prefix=True needs prompt_lengths: without them nobody knows where prompts end.")
+    if prompt_lengths is not None and prompt_lengths.shape != (batch,):
+        raise ValueError(
+            f"prompt_lengths has shape {tuple(prompt_lengths.shape)}; it must be [{batch}], one for each row."
+        )
+    device = input_ids.device
+    real = attention_mask.bool()
+    # The one place where lengths and prompts are read from the device.
+    rows = [ids[keep] for ids, keep in zip(input_ids.cpu(), real.cpu(), strict=True)]
+    prompts = [0] * batch if prompt_lengths is None else prompt_lengths.tolist()
+    groups: dict[object, list[int]] = {}
+    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        if not 0 <= prompt <= len(row):
+            raise ValueError(f"prompt_lengths[{number}] is {prompt}; the row has {len(row)} tokens.")
+        name = tuple(row[:prompt].tolist()) if share_prefix and prompt else number
+        groups.setdefault(name, []).append(number)
+
+    tokens, positions, segments, places = [], [], [], [torch.empty(0, dtype=torch.int64)] * batch
+    end = 0
+
+    def append(piece: Tensor, first_position: int, prefix: tuple[int, int] = (0, 0)) -> Tensor:
+        nonlocal end
+        place = torch.arange(end, end + len(piece))
+        tokens.append(piece)
+        positions.append(torch.arange(first_position, first_position + len(piece)))
+        if len(piece):
+            segments.append(Segment(end, end + len(piece), *prefix))
+        end += len(piece)
+        return place
+
+    for members in groups.values():
+        if len(members) == 1:
+            places[members[0]] = append(rows[members[0]], 0)
+            continue
+        prompt = prompts[members[0]]
+        shared = append(rows[members[0]][:prompt], 0)
+        prefix = (end - prompt, end)
+        for number in members:
+            places[number] = torch.cat([shared, append(rows[number][prompt:], prompt, prefix)])
+
+    index = torch.zeros(batch, width, dtype=torch.int64)
+    if batch:
+        index[real.cpu()] = torch.cat(places)
+    empty = torch.empty(0, dtype=input_ids.dtype)
+    return Packed(
+        tokens=torch.cat([empty, *tokens]).unsqueeze(0).to(device),
+        position_ids=torch.cat([torch.empty(0, dtype=torch.int64), *positions]).unsqueeze(0).to(device),
+        segments=segments,
+        index=index.to(device),
+        real=real,
+    )
+
+
+def take_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """
+    `values[rows]`; the gradients of a row that is taken several times are summed in fp32, in order.
+
+    Args:
+        values: `[N, H]`.
+        rows: `[S]` int64.
+
+    Returns:
+        `[S, H]`.
+    """
+    return _TakeRows.apply(values, rows)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = values.shape[0]
+        return values.index_select(0, rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        out = grad.new_zeros(ctx.count, *grad.shape[1:])
+        if rows.numel() == 0:
+            return out, None
+        order = rows.argsort(stable=True)
+        taken, times = rows[order].unique_consecutive(return_counts=True)
+        first = times.cumsum(0) - times
+        total = grad[order[first]]
+        several = (times > 1).nonzero().squeeze(1)
+        if several.numel():
+            summed = total[several].to(torch.promote_types(grad.dtype, torch.float32))
+            for turn in range(1, int(times.max())):
+                more = (times[several] > turn).nonzero().squeeze(1)
+                summed[more] += grad[order[first[several[more]] + turn]]
+            total[several] = summed.to(grad.dtype)
+        return out.index_copy(0, taken, total), None
+
+
+def unpack(values: Tensor, packed: Packed, fill: float = 0) -> Tensor:
+    """
+    Values beside packed tokens, beside the original ones.
+
+    Args:
+        values: `[N]` or `[1, N]`.
+        packed: from `pack`.
+        fill: what padding gets.
+
+    Returns:
+        `[B, L]` in the same dtype; a shared token's value in every row that has it. Differentiable.
+    """
+    count = packed.tokens.shape[1]
+    if values.shape not in ((count,), (1, count)):
+        raise ValueError(f"values has shape {tuple(values.shape)}; it must be [{count}] or [1, {count}].")
+    if count == 0:
+        return values.new_full(packed.real.shape, fill)
+    return values.reshape(-1)[packed.index].masked_fill(~packed.real, fill)
+
+
+def _check_batch(input_ids: Tensor, attention_mask: Tensor) -> None:
+    for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        require_tensor(name, value)
+    require_device_of("input_ids", input_ids, "attention_mask", attention_mask)
+    if input_ids.dim() != 2 or input_ids.shape != attention_mask.shape:
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)}; both must be "
+            "[B, L]."
+        )
+    for name, value, allowed in (
+        ("input_ids", input_ids, (torch.int32, torch.int64)),
+        ("attention_mask", attention_mask, (torch.bool, torch.uint8, torch.int32, torch.int64)),
+    ):
+        if value.dtype not in allowed:
+            raise TypeError(f"{name} is {value.dtype}; it must be one of {', '.join(map(str, allowed))}.")

@@ -4,10 +4,15 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Threads that spin for work make small CPU tests several times slower on a shared machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+# Tests never judge time.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

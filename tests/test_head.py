@@ -99,7 +99,7 @@ def test_scale_softcap_and_temperature_apply_in_this_order(options, dtype, froze
     check_against_float64(*make(33, 64, 1001, dtype, with_bias=True), frozen=frozen, **options)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     count=st.integers(0, 40),
     width=st.integers(1, 80),

@@ -267,7 +267,7 @@ def test_every_option_equals_full_softmax(loss_type, option):
         assert_equal(fused(rows, built), full_softmax(rows, built), 1e-10)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_combination_equals_full_softmax(data):
     draw = data.draw

@@ -535,7 +535,7 @@ def token_cases(draw: st.DrawFn) -> tuple[Objective, dict[str, Tensor | None]]:
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(case=token_cases())
 def test_the_closed_form_gradient_is_autograd_s_at_ties_and_bounds_too(case):
     options, tensors = case
@@ -630,7 +630,7 @@ def closed_form(options: Objective, tensors: dict[str, Tensor | None]) -> Tensor
     return grad * options.token_weights(mask)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=row_local_cases())
 def test_where_the_objective_is_row_local_its_gradient_is_weight_times_closed_form(case):
     options, tensors = case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -165,3 +166,9 @@ def test_with_nvcc_the_wheel_holds_a_library_without_python_in_it(checkout: Path
     assert "fastgrpo_build_info" in symbols
     assert not [name for name in symbols if name.startswith(("Py", "_Py"))]
     assert not [line for line in dynamic.splitlines() if "NEEDED" in line and ("python" in line or "cuda" in line)]
+
+    # A second build in the same checkout, as pip does it: the tools of the first one's build environment are gone.
+    (cache,) = checkout.glob("build/temp*/CMakeCache.txt")
+    cache.write_text(re.sub(r"(CMAKE_MAKE_PROGRAM:FILEPATH=).*", r"\1/gone/bin/ninja", cache.read_text()))
+    again, output = build(checkout, "build_wheel", build_tools(), FASTGRPO_BUILD="cuda")
+    assert again is not None, output

@@ -9,10 +9,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fastgrpo.tools.demo.recipe import SMOLLM2, TOY
+from fastgrpo.versions import installed_version
 
 MOST_HELD_OUT = 4000
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXIT_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"fastgrpo {_version()}")
+    parser.add_argument(
+        "--version", action="version", version=f"fastgrpo {installed_version('fastgrpo') or '(not installed)'}"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     _add_demo(commands)
     return parser
@@ -157,13 +159,6 @@ def _folder_name(text: str) -> str:
     if not text.strip() or text in (".", "..") or set(text) & set("/\\\0"):
         raise argparse.ArgumentTypeError(f"{text!r} is no name for a folder; leave out / and \\")
     return text
-
-
-def _version() -> str:
-    try:
-        return version("fastgrpo")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fastgrpo.tools.clock import StepClock
 from fastgrpo.tools.runlog import RunLog
+from fastgrpo.versions import installed_version
 
 _PACKAGES = ("fastgrpo", "torch", "transformers", "trl", "peft", "vllm")
 _NO_SETTINGS = {"output_dir", "run_name", "hub_token", "accelerator_config", "debug", "disable_tqdm", "report_to"}
@@ -164,13 +164,7 @@ def peak_memory_gb(device: torch.device) -> float | None:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
+    return {"python": platform.python_version()} | {package: installed_version(package) for package in _PACKAGES}
 
 
 def _device_line(device: torch.device) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
+import trl
 import trl.trainer.utils as trl_utils
 from packaging.version import Version
+from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 
 TRL_RANGE = ("1.12", "1.17")
@@ -15,6 +20,12 @@ SCORING_METHOD = "_get_per_token_logps_and_entropies"
 LOSS_METHOD = "_compute_loss"
 HEAD_NAME = "_ChunkedLogProbFunction"
 
+# The methods' source (SHA-256, first 16 digits) in the releases they were read in. Another text may mean another thing.
+_KNOWN_SOURCES = {
+    SCORING_METHOD: {"331ae01b88d8e2cf": "1.12, 1.13", "dc17fee20840b7eb": "1.14", "ea73c3909275851d": "1.15, 1.16"},
+    LOSS_METHOD: {"75bd01badfb43ed6": "1.12 to 1.14", "80295546bbdbf6f7": "1.15, 1.16"},
+}
+_HALF = (torch.bfloat16, torch.float16)
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -35,11 +46,36 @@ def check_installation() -> None:
             f"trl {installed} is installed; this version of fastgrpo works with trl >= {low}, < {high}. "
             f'Install one of them: pip install "trl>={low},<{high}"'
         )
-    parameters = tuple(inspect.signature(getattr(GRPOTrainer, SCORING_METHOD)).parameters)
-    if not hasattr(trl_utils, HEAD_NAME) or parameters[:2] != ("self", "model"):
+    head = getattr(trl_utils, HEAD_NAME, None)
+    if head is None or not (hasattr(head, "original") or head.__module__.startswith("trl.")):
         raise UnsupportedError(
-            f"trl {installed} is in the supported range, but its `{HEAD_NAME}` or `GRPOTrainer.{SCORING_METHOD}` is not "
-            "what this version of fastgrpo replaces; is it modified? Reinstall trl from its release."
+            f"trl {installed} is in the supported range, but its `{HEAD_NAME}`, which fastgrpo replaces, is "
+            f"{'missing' if head is None else f'from {head.__module__}'}; something else modified trl. Start without that, "
+            "or reinstall trl from its release."
+        )
+    for method in _KNOWN_SOURCES:
+        _check_source(method, installed)
+
+
+def _check_source(method: str, installed: Version) -> None:
+    function = getattr(GRPOTrainer, method, None)
+    if function is None:
+        raise UnsupportedError(f"trl {installed} has no GRPOTrainer.{method}; reinstall trl from its release.")
+    package = Path(trl.__file__).parent
+    layer = function
+    while layer is not None:
+        if not Path(inspect.getfile(layer)).is_relative_to(package):
+            raise UnsupportedError(
+                f"GRPOTrainer.{method} was replaced by {layer.__module__}.{layer.__qualname__}, for every trainer in this "
+                "process; fastgrpo would hide it. Make that a subclass of GRPOTrainer, or start without it."
+            )
+        layer = getattr(layer, "__wrapped__", None)
+    digest = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    if digest not in _KNOWN_SOURCES[method]:
+        raise UnsupportedError(
+            f"The source of GRPOTrainer.{method} in trl {installed} ({digest}) is none that this version of fastgrpo was "
+            f"tested with (trl >= {TRL_RANGE[0]}, < {TRL_RANGE[1]}); is it modified, or a newer patch release? Install another "
+            "release of trl, or a newer fastgrpo."
         )
 
 
@@ -95,11 +131,47 @@ def packing_obstacle(trainer: GRPOTrainer) -> str:
     layers = set(getattr(base_model(model).config.get_text_config(), "layer_types", None) or ())
     if layers - _ATTENTION_LAYERS:
         return f"the model has layers of type {', '.join(sorted(layers - _ATTENTION_LAYERS))}"
+    if overrides(trainer, SCORING_METHOD):
+        return f"{type(trainer).__name__} brings its own {SCORING_METHOD}"
     if trainer._is_vlm:
         return "vision-language positions depend on the images"
     if trainer.args.torch_compile:
         return "torch_compile=True would compile anew for every width"
     return ""
+
+
+def varlen_obstacle(trainer: GRPOTrainer) -> str:
+    """Why rows of this trainer cannot reach the model as one row without padding; empty where they may."""
+    model = base_model(trainer.accelerator.unwrap_model(trainer.model))
+    config = model.config.get_text_config()
+    implementation = config._attn_implementation
+    device = trainer.accelerator.device.type
+    if device not in ("cpu", "cuda"):
+        return f"there is no padding-free attention for {device} yet"
+    if device == "cuda" and trainer.accelerator.mixed_precision not in ("bf16", "fp16") and model.dtype not in _HALF:
+        return "torch's flash kernels need bf16 or fp16"
+    if device == "cuda" and getattr(config, "attn_logit_softcapping", None):
+        return "torch's flash kernels know no softcap of attention scores"
+    if not accepts_position_ids(trainer):
+        return "the model takes no position_ids"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "the model attends in chunks"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "the model's attention cannot be exchanged"
+    if implementation not in ALL_ATTENTION_FUNCTIONS:
+        return f"attn_implementation={implementation!r} cannot be exchanged; 'sdpa' can"
+    if _attention_dropout(model):
+        return f"attention dropout is {_attention_dropout(model):g}"
+    return ""
+
+
+def has_attention_window(trainer: GRPOTrainer) -> bool:
+    """Whether some layer of the model sees a window of the past only."""
+    config = base_model(trainer.accelerator.unwrap_model(trainer.model)).config.get_text_config()
+    layers = getattr(config, "layer_types", None)
+    if layers is not None:
+        return "sliding_attention" in layers
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
 
 
 def accepts_position_ids(trainer: GRPOTrainer) -> bool:
@@ -122,6 +194,11 @@ def _check_model(model: torch.nn.Module, role: str) -> None:
                 f"The {role}'s adapter {name!r} is prompt learning ({config.peft_type}), which adds virtual tokens; use LoRA."
             )
     head = base_model(model).get_output_embeddings()
+    if hasattr(head, "token_adapter"):
+        raise UnsupportedError(
+            f"The {role}'s output head is tied to embeddings of which trainable_token_indices trains single rows; train them "
+            'through modules_to_save=["embed_tokens", "lm_head"], or untie the head.'
+        )
     linear = getattr(head, "modules_to_save", None)
     kinds = [type(head)] if linear is None else [type(module) for module in linear.values()]
     for kind in kinds:
@@ -131,3 +208,47 @@ def _check_model(model: torch.nn.Module, role: str) -> None:
                 'Leave "lm_head" out of the LoRA target_modules (modules_to_save=["lm_head"] trains it in full), and out of '
                 "quantisation."
             )
+    if isinstance(getattr(head, "weight", None), DTensor):
+        raise UnsupportedError(
+            f"The {role}'s output head is sharded over devices (tensor parallelism), which is not supported yet; load the "
+            "model without tp_plan."
+        )
+
+
+def notes_on(trainer: GRPOTrainer, packed: bool) -> list[str]:
+    """What a patched trainer does differently from what its user may expect, in sentences."""
+    notes = []
+    if overrides(trainer, SCORING_METHOD):
+        effect = (
+            "and gets fastgrpo's head inside"
+            if has_fused_head()
+            else "and with this TRL nothing else of the patch applies"
+        )
+        notes.append(f"{type(trainer).__name__} brings its own {SCORING_METHOD}: it is called, {effect}")
+    if overrides(trainer, LOSS_METHOD):
+        notes.append(
+            f"{type(trainer).__name__} brings its own {LOSS_METHOD}: fastgrpo gives it log-probs and entropies, the loss stays "
+            "its own"
+        )
+    dropped = _dropout(trainer.model)
+    if packed and dropped:
+        notes.append(
+            f"dropout is {dropped:g}: packed rows draw random numbers for fewer tokens, so a patched run is not bit-equal to "
+            "an unpatched one; packing='none' makes it so"
+        )
+    return notes
+
+
+def _dropout(model: torch.nn.Module) -> float:
+    """The largest dropout probability in a model, attention's included."""
+    layers = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    return max([*layers, _attention_dropout(base_model(model))])
+
+
+def _attention_dropout(model: torch.nn.Module) -> float:
+    # Attention layers hold a probability themselves, or a layer of their own.
+    held = [getattr(module, "attention_dropout", 0.0) for module in model.modules()]
+    layers = [
+        m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and "att" in name.split(".")[-1]
+    ]
+    return max([0.0, *layers, *(value for value in held if isinstance(value, float))])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fastgrpo.chunking import ChunkPlan
 
-PACKING_CHOICES = ("auto", "left", "none")
+PACKING_CHOICES = ("auto", "varlen", "left", "none")
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,10 @@ class Options:
         chunk_bytes: device bytes for the logits alive at once; None = 512 MiB, on a CPU 128 MiB.
         num_chunks: -1 = as many chunks of logits as `chunk_bytes` asks for; n >= 1 = exactly n.
         logit_chunk_multiplier: multiplies the automatic number of chunks.
-        packing: how a micro-batch reaches the model: `"left"` = real tokens at the left, padding shared by all rows cut;
-            `"none"` = as TRL pads it; `"auto"` = `"left"` wherever that is right for the model.
+        packing: how a micro-batch reaches the model: `"varlen"` = its real tokens as one row, no padding; `"left"` = real
+            tokens at the left, padding shared by all rows cut; `"none"` = as TRL pads it; `"auto"` = the first of these
+            that is right for the model.
+        share_prefix: with `"varlen"`, a prompt that several completions continue is computed once.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -30,12 +32,15 @@ class Options:
     num_chunks: int = -1
     logit_chunk_multiplier: float | None = None
     packing: str = "auto"
+    share_prefix: bool = True
 
     def __post_init__(self) -> None:
         self.chunk_plan  # noqa: B018 - raises on bad values
         if self.packing not in PACKING_CHOICES:
             allowed = ", ".join(map(repr, PACKING_CHOICES))
             raise ValueError(f"packing is {self.packing!r}; choose one of {allowed}.")
+        if not isinstance(self.share_prefix, bool):
+            raise ValueError(f"share_prefix is {self.share_prefix!r}; it must be True or False.")
 
     @property
     def chunk_plan(self) -> ChunkPlan:

@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 
 from fastgrpo.chunking import ChunkPlan
 from fastgrpo.head import LogProbs, linear_logprob
+from fastgrpo.packing import take_rows
 from fastgrpo.trl.compat import base_model, has_fused_head
 
 _FUSED_OUTPUTS = {"log_probs", "entropy"}
@@ -33,6 +34,10 @@ class Scores(NamedTuple):
     entropy: Tensor | None
     aux_loss: Tensor | None
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Scores:
+        """Applies a function to log-probs and entropies."""
+        return Scores(function(self.logprobs), None if self.entropy is None else function(self.entropy), self.aux_loss)
+
 
 @dataclass(frozen=True)
 class HeadCall:
@@ -42,10 +47,17 @@ class HeadCall:
     entropy: Entropy
     labels: Tensor | None = None
     """`[rows]`, -100 where nothing is scored; None = as TRL passes them."""
+    source: Tensor | None = None
+    """`[S]`, the row of hidden states that each of S labels is predicted from; None = `labels` lie beside the rows."""
 
     def score(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **options: Any) -> LogProbs:
-        """Log-probs of `[rows, H]` hidden states."""
-        return linear_logprob(
+        """Log-probs of `[rows, H]` hidden states; with `source`, of its S labels, and 0 in the rows after them."""
+        rows = hidden.shape[0]
+        if self.source is not None:
+            hidden, targets = take_rows(hidden, self.source), self.labels
+        elif self.labels is not None and self.labels.shape == targets.shape:
+            targets = self.labels
+        result = linear_logprob(
             hidden,
             weight,
             targets,
@@ -56,6 +68,9 @@ class HeadCall:
             entropy_requires_grad=self.entropy == "differentiable",
             **options,
         )
+        if self.source is None:
+            return result
+        return LogProbs(*(None if x is None else torch.nn.functional.pad(x, (0, rows - x.shape[0])) for x in result))
 
 
 _current_call: ContextVar[HeadCall | None] = ContextVar("fastgrpo_head_call", default=None)
@@ -97,8 +112,6 @@ class HeadDispatcher:
             return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, *rest
             )
-        if call.labels is not None and call.labels.shape == targets.shape:
-            targets = call.labels
         result = call.score(
             hidden,
             weight,
@@ -112,9 +125,7 @@ class HeadDispatcher:
         return result.logprobs, result.entropy, None, None, None
 
 
-def score_with_head(
-    trainer: GRPOTrainer, model: torch.nn.Module, inputs: dict[str, Any], labels: Tensor, call: HeadCall
-) -> Scores:
+def score_with_head(trainer: GRPOTrainer, model: torch.nn.Module, inputs: dict[str, Any], call: HeadCall) -> Scores:
     """
     One forward of the model with fastgrpo's head.
 
@@ -122,13 +133,18 @@ def score_with_head(
         trainer: whose temperature and autocast apply.
         model: policy or reference, as accelerate wrapped it.
         inputs: arguments of its forward, without labels.
-        labels: `[B, L]` token ids, -100 where nothing is scored.
-        call: chunking and entropy.
+        call: chunking, entropy, and `labels` of the rows `[B, L - 1]` or, with `source`, of single tokens.
 
     Returns:
         Scores.
     """
-    call = replace(call, labels=labels[:, 1:].reshape(-1))
+    shape = inputs["input_ids"][:, 1:].shape
+    if call.source is None:
+        # TRL leaves out what a label of -100 stands beside; `source` says itself what is scored.
+        labels = torch.nn.functional.pad(call.labels, (1, 0), value=-100)
+        call = replace(call, labels=call.labels.reshape(-1))
+    else:
+        labels = torch.zeros_like(inputs["input_ids"], dtype=torch.int64)
     if has_fused_head():
         with trainer.accelerator.autocast(), head_call(call):
             outputs = model(**inputs, labels=labels, fused_lm_head=True)
@@ -155,7 +171,6 @@ def score_with_head(
 
     with trainer.accelerator.autocast(), _head_replaced(head, score) as results:
         outputs = model(**inputs, use_cache=False)
-    shape = labels[:, 1:].shape
     entropy = None if results[0].entropy is None else results[0].entropy.view(shape)
     return Scores(results[0].logprobs.view(shape), entropy, getattr(outputs, "aux_loss", None))
 

@@ -12,19 +12,25 @@ import trl.trainer.utils as trl_utils
 from trl import GRPOTrainer
 
 from fastgrpo.kernels.backends import REFERENCE, Backend, forget_backend, note_backend
+from fastgrpo.trl.attention import install_attention, remove_attention
 from fastgrpo.trl.compat import (
     HEAD_NAME,
     SCORING_METHOD,
     UnsupportedError,
     accepts_position_ids,
+    base_model,
     check_installation,
     check_trainer,
     has_fused_head,
+    notes_on,
     packing_obstacle,
+    varlen_obstacle,
 )
 from fastgrpo.trl.config import Options
 from fastgrpo.trl.heads import HeadDispatcher
-from fastgrpo.trl.scoring import ScoringMethod
+from fastgrpo.trl.probe import Finding, probe
+from fastgrpo.trl.scoring import Layouts, ScoringMethod
+from fastgrpo.trl.start import StartLines
 
 logger = logging.getLogger("fastgrpo")
 
@@ -39,14 +45,19 @@ class Patch:
     Attributes:
         trainer: the patched trainer.
         options: the options in force.
-        unpacked_because: why rows keep TRL's layout; empty where they are left-packed.
+        layout: how rows reach the model: `"varlen"`, `"left"` or `"none"`, see `Options.packing`.
+        not_varlen_because: why not as one row without padding; empty where they do.
+        finding: what the check at patch time found.
         active: False once unpatched.
     """
 
     trainer: GRPOTrainer
     options: Options
-    unpacked_because: str = ""
+    layout: Layouts = "none"
+    not_varlen_because: str = ""
+    finding: Finding = field(default_factory=Finding)
     active: bool = True
+    callback: StartLines | None = field(default=None, repr=False)
     replaced: list[tuple[Any, str, Any]] = field(default_factory=list, repr=False)
     """(owner, attribute, what stands there now), in the order of replacement."""
 
@@ -65,6 +76,8 @@ class Patch:
                     "left as it is.",
                     stacklevel=2,
                 )
+        if self.callback is not None:
+            self.trainer.remove_callback(self.callback)
         _leave(self)
 
     def __enter__(self) -> Patch:
@@ -78,9 +91,10 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     """
     Makes a built `GRPOTrainer` compute its log-probs with fastgrpo; everything else stays TRL's.
 
-    Works before, between and after `train()` calls. Results agree with the unpatched trainer's up to the rounding of
-    floating-point sums. Models whose absolute positions TRL shifts by its left padding (GPT-2, OPT) are scored at their
-    real positions.
+    Works before, between and after `train()` calls. Two short rows are scored by the model itself and by fastgrpo first:
+    where packed rows differ, rows keep TRL's layout; where the head differs, the trainer is refused. Results agree with the
+    unpatched trainer's up to the rounding of floating-point sums. Models whose absolute positions TRL shifts by its left
+    padding (GPT-2, OPT) are scored at their real positions.
 
     Args:
         trainer: the trainer; its model may be fully trained or carry LoRA adapters.
@@ -113,18 +127,75 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
             "wrap afterwards, or override the method in a subclass: the patch calls that."
         )
     options = options or Options()
-    unpacked_because = _reason_not_to_pack(trainer, options)
+    obstacles = _obstacles(trainer, options)
+    layouts: list[Layouts] = [layout for layout, obstacle in obstacles.items() if not obstacle]
     method = ScoringMethod(
         trainer,
         options.chunk_plan,
-        packed=not unpacked_because,
+        layout=layouts[0],
+        share_prefix=options.share_prefix,
         explicit_positions=accepts_position_ids(trainer),
     )
-    handle = Patch(trainer, options, unpacked_because)
+    handle = Patch(trainer, options)
     method.handle = handle
     _enter(handle)
+    try:
+        if "varlen" in layouts:
+            install_attention(base_model(trainer.model).config.get_text_config()._attn_implementation)
+        _choose_layout(handle, method, layouts, obstacles)
+    except BaseException:
+        handle.unpatch()
+        raise
     _replace(handle, trainer, SCORING_METHOD, method)
+    handle.callback = StartLines(handle)
+    trainer.add_callback(handle.callback)
+    for note in notes_on(trainer, handle.layout != "none"):
+        logger.warning("fastgrpo: %s.", note)
     return handle
+
+
+def _obstacles(trainer: GRPOTrainer, options: Options) -> dict[Layouts, str]:
+    """Layout -> why it cannot be, for those the options allow, the best first."""
+    obstacles = {
+        "varlen": packing_obstacle(trainer) or varlen_obstacle(trainer),
+        "left": packing_obstacle(trainer),
+        "none": "",
+    }
+    if options.packing == "auto":
+        return obstacles
+    if obstacles[options.packing]:
+        raise ValueError(
+            f"packing={options.packing!r} is not possible: {obstacles[options.packing]}; use packing='auto' or 'none'."
+        )
+    return {options.packing: ""}
+
+
+def _choose_layout(handle: Patch, method: ScoringMethod, layouts: list[Layouts], obstacles: dict[Layouts, str]) -> None:
+    """Checks the head and the layouts against the model itself, and takes the first layout that agrees."""
+    handle.finding = finding = probe(handle.trainer, method.score, layouts)
+    if finding.skipped:
+        logger.warning(
+            "fastgrpo: patched without a check against the model's own forward, which raised %s", finding.skipped
+        )
+    if finding.head:
+        raise UnsupportedError(
+            f"On three short rows, fastgrpo's output head and the model's own forward disagree: {finding.head}. "
+            f"{type(base_model(handle.trainer.model)).__name__} turns hidden states into logits in a way that fastgrpo does "
+            "not know. Train without the patch, and please report the model."
+        )
+    wanted = handle.options.packing
+    if wanted in finding.rejected:
+        raise UnsupportedError(
+            f"packing={wanted!r} is not possible: {finding.rejected[wanted]}; use packing='auto' or 'none'."
+        )
+    method.layout = handle.layout = finding.layout
+    reasons = obstacles | finding.rejected
+    handle.not_varlen_because = reasons.get("varlen", f"packing={wanted!r}") if finding.layout != "varlen" else ""
+    for layout, reason in finding.rejected.items():
+        logger.warning("fastgrpo: rows are not packed as %r: %s.", layout, reason)
+    if finding.layout == "none" and wanted == "auto":
+        logger.warning("fastgrpo: rows reach the model as TRL pads them: %s.", reasons["left"])
+    _show_backends(handle)
 
 
 def unpatch(trainer: GRPOTrainer) -> None:
@@ -154,15 +225,6 @@ def _replace(handle: Patch, owner: Any, name: str, value: Any) -> None:
     handle.replaced.append((owner, name, value))
 
 
-def _reason_not_to_pack(trainer: GRPOTrainer, options: Options) -> str:
-    obstacle = packing_obstacle(trainer)
-    if options.packing == "left" and obstacle:
-        raise ValueError(f"packing='left' is not possible: {obstacle}; use packing='auto' or 'none'.")
-    if obstacle and options.packing == "auto":
-        logger.warning("fastgrpo: rows reach the model as TRL pads them, not left-packed: %s.", obstacle)
-    return "packing='none'" if options.packing == "none" else obstacle
-
-
 # Patches in force; a trainer that is dropped without unpatching takes its own out.
 _active: weakref.WeakSet[Patch] = weakref.WeakSet()
 
@@ -190,12 +252,19 @@ def _restore_if_unused() -> None:
     present = getattr(trl_utils, HEAD_NAME)
     if isinstance(present, HeadDispatcher):
         setattr(trl_utils, HEAD_NAME, present.original)
+    remove_attention()
     for name in _BACKEND_NOTES:
         forget_backend(name)
 
 
+def describe_layout(handle: Patch) -> str:
+    """How rows reach the model, in words."""
+    if handle.layout == "varlen":
+        return "no padding, prompts shared" if handle.options.share_prefix else "no padding"
+    return {"left": "left-packed", "none": "as TRL pads"}[handle.layout]
+
+
 def _show_backends(handle: Patch) -> None:
     device = handle.trainer.accelerator.device.type
-    layout = "as TRL pads" if handle.unpacked_because else "left-packed"
-    note_backend("packing", Backend(layout, device, handle.unpacked_because))
+    note_backend("packing", Backend(describe_layout(handle), device, handle.not_varlen_because))
     note_backend("trainer head", Backend(REFERENCE, device, ""))

@@ -1,12 +1,13 @@
 """Log-probs and entropies of a micro-batch, in place of `GRPOTrainer._get_per_token_logps_and_entropies`.
 
 The model runs as TRL runs it, through accelerate's wrapper, DDP's hooks and the model's own forward. Two things differ:
-rows are left-packed first, and the output head is fastgrpo's (`fastgrpo.trl.heads`).
+the layout of the rows (no padding, shared prompts once; or left-packed), and the output head, which is fastgrpo's
+(`fastgrpo.trl.heads`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,11 +15,13 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
 from fastgrpo.chunking import ChunkPlan
-from fastgrpo.packing import left_pack
-from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, has_fused_head, overrides
-from fastgrpo.trl.heads import Entropy, HeadCall, head_call, score_with_head
+from fastgrpo.packing import left_pack, pack
+from fastgrpo.trl.attention import LAYOUT_ARGUMENT, Layout, without_masks
+from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, has_attention_window, has_fused_head, overrides
+from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
 
 _IGNORE = -100
+Layouts = Literal["varlen", "left", "none"]
 
 
 class ScoringMethod:
@@ -28,14 +31,19 @@ class ScoringMethod:
     Args:
         trainer: whose method it replaces.
         plan: chunk options of the head.
-        packed: left-pack the rows; False = leave them as TRL pads them.
+        layout: how rows reach the model, see `Options.packing`.
+        share_prefix: with `"varlen"`, compute a prompt once for its completions.
         explicit_positions: pass `position_ids`, for models that take them.
     """
 
-    def __init__(self, trainer: GRPOTrainer, plan: ChunkPlan, packed: bool, explicit_positions: bool) -> None:
-        self.trainer, self.plan, self.packed, self.explicit_positions = trainer, plan, packed, explicit_positions
+    def __init__(
+        self, trainer: GRPOTrainer, plan: ChunkPlan, layout: Layouts, share_prefix: bool, explicit_positions: bool
+    ) -> None:
+        self.trainer, self.plan, self.explicit_positions = trainer, plan, explicit_positions
+        self.layout, self.share_prefix = layout, share_prefix
         self.handle: object | None = None
         self._own_method = overrides(trainer, SCORING_METHOD)
+        self._windowed = has_attention_window(trainer)
         self._own_loss = overrides(trainer, LOSS_METHOD)
 
     def __call__(
@@ -82,7 +90,7 @@ class ScoringMethod:
         with profiling_context(self.trainer, SCORING_METHOD):
             rows = batch_size or max(input_ids.shape[0], 1)
             parts = [
-                self._score(model, ids, mask, logits_to_keep, entropy, compute_aux_loss)
+                self._score(model, ids, mask, logits_to_keep, entropy, compute_aux_loss, self.layout)
                 for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
             ]
             logprobs, entropies, aux_losses = zip(*parts, strict=True)
@@ -91,6 +99,15 @@ class ScoringMethod:
                 torch.cat(entropies) if compute_entropy else None,
                 torch.stack(aux_losses).mean() if compute_aux_loss else None,
             )
+
+    def score(
+        self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, layout: Layouts
+    ) -> tuple[Tensor, Tensor]:
+        """The policy's log-probs and entropies as a loss forward gets them, `[B, logits_to_keep]`; for the probe."""
+        logprobs, entropy, _ = self._score(
+            self.trainer.model, input_ids, attention_mask, logits_to_keep, "detached", False, layout
+        )
+        return logprobs, entropy
 
     def _entropy_mode(self, compute_entropy: bool) -> Entropy:
         if not compute_entropy:
@@ -107,37 +124,86 @@ class ScoringMethod:
         logits_to_keep: int,
         entropy: Entropy,
         compute_aux_loss: bool,
+        layout: Layouts,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        labels = input_ids.masked_fill(attention_mask == 0, _IGNORE)
-        first_scored = input_ids.shape[1] - logits_to_keep
-        labels[:, :first_scored] = _IGNORE
-        inputs: dict[str, Tensor | bool] = {"input_ids": input_ids, "attention_mask": attention_mask}
-        packed = None
-        if self.packed and not _scores_a_first_token(attention_mask, labels):
-            packed = left_pack(input_ids, attention_mask)
-            labels = packed.take(labels)
-            inputs = {"input_ids": packed.input_ids}
-            if self.explicit_positions:
-                inputs["position_ids"] = packed.position_ids
-            if compute_aux_loss:
-                # Causal rows that start at their first token need no mask, but the router counts tokens by it.
-                inputs["attention_mask"] = packed.attention_mask
-        if compute_aux_loss:
-            inputs["output_router_logits"] = True
-        scores = score_with_head(self.trainer, model, inputs, labels, HeadCall(self.plan, entropy))
+        scored = attention_mask != 0
+        scored[:, : input_ids.shape[1] - logits_to_keep] = False
+        if layout != "none" and _scores_a_first_token(attention_mask, scored):
+            layout = "none"
+        score = {"varlen": self._score_varlen, "left": self._score_left, "none": self._score_padded}[layout]
+        inputs = {"output_router_logits": True} if compute_aux_loss else {}
+        logprobs, entropies, aux_loss = score(model, input_ids, attention_mask, scored, entropy, inputs)
+        last = slice(input_ids.shape[1] - logits_to_keep, None)
+        return (
+            logprobs[:, last],
+            None if entropies is None else entropies[:, last],
+            aux_loss if compute_aux_loss else None,
+        )
 
-        def scored(values: Tensor | None) -> Tensor | None:
-            if values is None:
-                return None
-            beside_tokens = torch.nn.functional.pad(values, (1, 0))
-            if packed is not None:
-                beside_tokens = packed.restore(beside_tokens)
-            return beside_tokens[:, first_scored:]
+    def _score_padded(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        scored: Tensor,
+        entropy: Entropy,
+        inputs: dict,
+    ) -> Scores:
+        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        labels = input_ids.masked_fill(~scored, _IGNORE)[:, 1:]
+        scores = score_with_head(self.trainer, model, inputs, HeadCall(self.plan, entropy, labels))
+        return scores.map(lambda values: torch.nn.functional.pad(values, (1, 0)))
 
-        return scored(scores.logprobs), scored(scores.entropy), scores.aux_loss if compute_aux_loss else None
+    def _score_left(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        scored: Tensor,
+        entropy: Entropy,
+        inputs: dict,
+    ) -> Scores:
+        packed = left_pack(input_ids, attention_mask)
+        if inputs:
+            # Causal rows that start at their first token need no mask, but the router counts tokens by it.
+            inputs["attention_mask"] = packed.attention_mask
+        inputs["input_ids"] = packed.input_ids
+        if self.explicit_positions:
+            inputs["position_ids"] = packed.position_ids
+        labels = packed.take(input_ids.masked_fill(~scored, _IGNORE))[:, 1:]
+        scores = score_with_head(self.trainer, model, inputs, HeadCall(self.plan, entropy, labels))
+        return scores.map(lambda values: packed.restore(torch.nn.functional.pad(values, (1, 0))))
+
+    def _score_varlen(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        scored: Tensor,
+        entropy: Entropy,
+        inputs: dict,
+    ) -> Scores:
+        prompts = ((attention_mask != 0) & ~scored).sum(1)
+        # The router's loss counts every token of every row, so a shared prompt would count once instead of G times.
+        packed = pack(input_ids, attention_mask, prompts, self.share_prefix and not inputs)
+        layout = Layout(packed.segments)
+        inputs |= {"input_ids": packed.tokens, "position_ids": packed.position_ids, LAYOUT_ARGUMENT: layout}
+        call = HeadCall(self.plan, entropy, input_ids[scored], packed.previous()[scored])
+        with without_masks():
+            scores = score_with_head(self.trainer, model, inputs, call)
+        if not layout.windows:
+            raise NotImplementedError("its attention layers do not pass on the arguments of the model's forward")
+        if self._windowed and not any(layout.windows):
+            raise NotImplementedError("its attention layers keep their window to themselves")
+        count = call.labels.shape[0]
+
+        def beside_tokens(values: Tensor) -> Tensor:
+            return values.new_zeros(scored.shape).masked_scatter(scored, values[0, :count])
+
+        return scores.map(beside_tokens)
 
 
-def _scores_a_first_token(attention_mask: Tensor, labels: Tensor) -> bool:
+def _scores_a_first_token(attention_mask: Tensor, scored: Tensor) -> bool:
     """Whether some row's first real token is to be scored: there is nothing before it but the padding that TRL uses."""
     first = (attention_mask != 0).cumsum(1) == 1
-    return bool((first & (labels != _IGNORE)).any())
+    return bool((first & scored).any())

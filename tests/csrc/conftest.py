@@ -11,10 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import settings
-
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,9 +32,11 @@ def csrc_math() -> ModuleType:
         *("cmake", "-S", ROOT, "-B", build, "-G", "Ninja", "-DFASTGRPO_TESTING=ON", "-DCMAKE_BUILD_TYPE=Release"),
         *(f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"),
     ]
-    for command in (configure, ["cmake", "--build", build]):
-        done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
+    build.mkdir(parents=True, exist_ok=True)
+    with FileLock(build / "lock"):  # tests may run in several processes
+        for command in (configure, ["cmake", "--build", build]):
+            done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
     (file,) = build.glob("fastgrpo_math*.so")
     spec = importlib.util.spec_from_file_location("fastgrpo_math", file)
     module = importlib.util.module_from_spec(spec)

@@ -158,6 +158,8 @@ class StockTrainer(GRPOTrainer):
         self._calculate_rewards = lambda *args: torch.arange(len(lengths), dtype=torch.float32).unsqueeze(1)
         self._scores = (old_logprobs, None, None)
         self._tokenizer = type("Tokenizer", (), {"pad_token_id": _PAD})
+        # TRL 1.12 to 1.14 decode what the sampler returned, for the log.
+        self.processing_class = type("Decoder", (), {"batch_decode": lambda self, ids, **_: [""] * len(ids)})()
         self.environment_factories = self.environments = self.tools = self.ref_model = None
         self.reward_funcs, self.reward_func_names, self.reward_weights = [None], ["reward"], torch.ones(1)
         self.log_multimodal = False

@@ -330,7 +330,7 @@ def test_vespo_weights_equal_trl_also_where_they_overflow(weights, sampler_mode)
     assert_equals_trl(Case(loss_type="vespo", vespo=weights, sampler_mode=sampler_mode))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     case=st.builds(
         Case,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import pickle
+import types
 
 import pytest
 import torch
 import trl.trainer.utils as trl_utils
 from peft import LoraConfig, PromptTuningConfig, inject_adapter_in_model
-from tiny import tiny_trainer
+from tiny import tiny_model, tiny_trainer
 from trl import GRPOTrainer
 
 import fastgrpo
@@ -117,6 +119,7 @@ def test_other_trainers_in_the_process_keep_trl_s_own_head(tmp_path, trainer, mo
     ours = []
     monkeypatch.setattr(heads, "linear_logprob", lambda *a, **k: ours.append(1) or fastgrpo.linear_logprob(*a, **k))
     with fastgrpo.patch(trainer):
+        ours.clear()  # the check at patch time
         score(other)
         assert not ours
         score(trainer)
@@ -179,7 +182,9 @@ def test_padding_is_cut_and_prompt_rows_are_not_projected(trainer, monkeypatch):
     hook = trainer.model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    with fastgrpo.patch(trainer):
+    with fastgrpo.patch(trainer, fastgrpo.Options(packing="left")):
+        widths.clear()  # the check at patch time
+        rows.clear()
         score(trainer)
     hook.remove()
     assert widths == [5] and rows == [5]
@@ -216,7 +221,8 @@ def test_backends_show_the_patch_and_why_rows_are_not_packed(trainer):
         ({"chunk_bytes": 0}, "chunk_bytes is 0"),
         ({"num_chunks": 0}, "num_chunks is 0"),
         ({"num_chunks": 2, "logit_chunk_multiplier": 2.0}, "give one of the two"),
-        ({"packing": "varlen"}, "packing is 'varlen'; choose one of 'auto', 'left', 'none'"),
+        ({"packing": "right"}, "packing is 'right'; choose one of 'auto', 'varlen', 'left', 'none'"),
+        ({"share_prefix": 1}, "share_prefix is 1; it must be True or False"),
     ],
 )
 def test_bad_options_raise(options, message):
@@ -255,7 +261,91 @@ def test_another_trl_is_refused_with_the_range_and_what_to_install(trainer, monk
 
 def test_a_trl_without_the_names_is_refused(trainer, monkeypatch):
     monkeypatch.setattr(compat, "HEAD_NAME", "_NoSuchName")
-    refused(trainer, fastgrpo.UnsupportedError, "is it modified")
+    refused(trainer, fastgrpo.UnsupportedError, "_NoSuchName`, which fastgrpo replaces, is missing")
+
+
+def test_a_head_from_elsewhere_is_refused(trainer, monkeypatch):
+    with monkeypatch.context() as replaced:
+        replaced.setattr(trl_utils, compat.HEAD_NAME, type("Other", (), {"__module__": "other.kernels"}))
+        with pytest.raises(fastgrpo.UnsupportedError, match=r"is from other\.kernels; something else modified trl"):
+            fastgrpo.patch(trainer)
+
+
+@pytest.mark.parametrize("method", [SCORING, "_compute_loss"])
+def test_a_method_replaced_for_all_trainers_is_refused_also_where_the_replacement_wraps_it(
+    trainer, method, monkeypatch
+):
+    original = getattr(GRPOTrainer, method)
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, method, wrapper)
+    refused(trainer, fastgrpo.UnsupportedError, f"GRPOTrainer.{method} was replaced by .*Make that a subclass")
+
+
+@pytest.mark.parametrize("method", [SCORING, "_compute_loss"])
+def test_a_source_that_was_never_tested_is_refused(trainer, method, monkeypatch):
+    monkeypatch.setitem(compat._KNOWN_SOURCES, method, {"0" * 16: "another release"})
+    refused(trainer, fastgrpo.UnsupportedError, f"source of GRPOTrainer.{method} in trl .* is none that this version")
+
+
+def test_single_trained_rows_of_a_tied_embedding_are_refused(tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[3, 4])
+    trainer = tiny_trainer(tmp_path, "qwen2 tied", lora)
+    refused(trainer, fastgrpo.UnsupportedError, "tied to embeddings.*trainable_token_indices.*modules_to_save")
+
+
+def test_a_head_sharded_over_devices_is_refused(trainer, monkeypatch):
+    monkeypatch.setattr(compat, "DTensor", torch.nn.Parameter)
+    refused(trainer, fastgrpo.UnsupportedError, "sharded over devices.*without tp_plan")
+
+
+def test_a_loss_of_the_users_own_is_said(tmp_path, caplog):
+    class OwnLoss(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs)
+
+    with fastgrpo.patch(tiny_trainer(tmp_path, trainer_class=OwnLoss)):
+        assert "OwnLoss brings its own _compute_loss" in caplog.text
+
+
+def test_a_scoring_method_of_the_users_own_is_said_and_not_packed(tmp_path, caplog):
+    class OwnScoring(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    trainer = tiny_trainer(tmp_path, trainer_class=OwnScoring)
+    with fastgrpo.patch(trainer):
+        assert "OwnScoring brings its own _get_per_token_logps_and_entropies: it is called" in caplog.text
+        assert "brings its own" in fastgrpo.backends()["packing"].reason
+    refused(trainer, ValueError, "packing='left' is not possible", fastgrpo.Options(packing="left"))
+
+
+def test_attention_dropout_is_left_to_the_model(tmp_path):
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    trainer = tiny_trainer(tmp_path, model)
+    with fastgrpo.patch(trainer) as handle:
+        assert handle.layout == "left" and handle.not_varlen_because == "attention dropout is 0.1"
+        trainer.train()
+    refused(
+        trainer,
+        ValueError,
+        "packing='varlen' is not possible: attention dropout is 0.1",
+        fastgrpo.Options(packing="varlen"),
+    )
+
+
+def test_dropout_is_said_where_packing_changes_the_random_numbers(tmp_path, caplog):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.2)
+    trainer = tiny_trainer(tmp_path, lora=lora, disable_dropout=False)
+    with fastgrpo.patch(trainer, fastgrpo.Options(packing="none")):
+        assert "dropout" not in caplog.text
+    with fastgrpo.patch(trainer):
+        assert "dropout is 0.2: packed rows draw random numbers for fewer tokens" in caplog.text
 
 
 def test_a_lora_adapter_on_the_head_is_refused(trainer):
@@ -291,6 +381,40 @@ def test_an_unsloth_class_is_refused(tmp_path):
 def test_sharded_trainers_are_refused(trainer):
     trainer.is_fsdp_enabled = True
     refused(trainer, fastgrpo.UnsupportedError, "FSDP, which is not supported yet; use DDP")
+
+
+def test_zero_3_is_refused_and_zero_2_is_not(trainer, monkeypatch):
+    trainer.is_deepspeed_enabled = True
+    plugin = types.SimpleNamespace(zero_stage=3)
+    monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin, raising=False)
+    refused(trainer, fastgrpo.UnsupportedError, "DeepSpeed ZeRO-3, which is not supported yet; use ZeRO-2 or lower")
+    plugin.zero_stage = 2
+    fastgrpo.patch(trainer).unpatch()
+
+
+@pytest.mark.parametrize("name", ["cp_size", "sp_size", "tp_size"])
+def test_parallelism_inside_a_sequence_or_a_layer_is_refused(trainer, monkeypatch, name):
+    sizes = types.SimpleNamespace(**{"cp_size": 1, "sp_size": 1, "tp_size": 1, name: 2})
+    monkeypatch.setattr(type(trainer.accelerator), "parallelism_config", sizes, raising=False)
+    refused(trainer, fastgrpo.UnsupportedError, f"parallelism_config.{name} is 2; only 1 is supported yet")
+
+
+@pytest.mark.skipif(compat.has_fused_head(), reason="from TRL 1.15 Liger has no part in the loss")
+def test_liger_s_loss_is_refused(trainer):
+    trainer.args.use_liger_kernel = True
+    refused(trainer, fastgrpo.UnsupportedError, "use_liger_kernel=True.*set use_liger_kernel=False")
+
+
+def test_a_reference_model_is_checked_like_the_policy(trainer):
+    trainer.ref_model = tiny_model("llama")
+    trainer.ref_model.lm_head = torch.nn.Sequential(trainer.ref_model.lm_head)
+    refused(trainer, fastgrpo.UnsupportedError, "The reference model's output head is a torch.*Sequential")
+
+
+def test_left_packing_is_refused_where_every_width_would_be_compiled(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    trainer.args.torch_compile = True
+    refused(trainer, ValueError, "packing='left' is not possible: torch_compile=True", fastgrpo.Options(packing="left"))
 
 
 def test_left_packing_is_refused_for_state_space_models_and_auto_says_so(trainer, caplog):

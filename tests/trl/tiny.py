@@ -25,6 +25,8 @@ from transformers import (
     HyperCLOVAXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
@@ -104,6 +106,7 @@ MODELS = {
     "qwen2 tied": lambda: _decoder(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True),
     "qwen3": lambda: _decoder(Qwen3ForCausalLM, Qwen3Config, head_dim=8, tie_word_embeddings=False),
     "gemma2 softcap": lambda: _decoder(Gemma2ForCausalLM, Gemma2Config, head_dim=8, final_logit_softcapping=5.0),
+    "mistral window": lambda: _decoder(MistralForCausalLM, MistralConfig, sliding_window=5, tie_word_embeddings=False),
     "cohere scale": lambda: _decoder(CohereForCausalLM, CohereConfig, logit_scale=0.25),
     "granite divide": lambda: _decoder(GraniteForCausalLM, GraniteConfig, logits_scaling=3.0),
     "phi bias": lambda: _decoder(PhiForCausalLM, PhiConfig, num_key_value_heads=4),
@@ -129,7 +132,18 @@ MODELS = {
     ),
     "qwen2.5 vl": _qwen2_5_vl,
     "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=1, bos_token_id=None)
+        GPT2Config(
+            vocab_size=61,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            eos_token_id=1,
+            bos_token_id=None,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+        )
     ),
 }
 

@@ -33,8 +33,9 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     edges = [round(i * len(values) / columns) for i in range(columns + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    if high == low:
+        return _BARS[0] * columns
+    return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
 
 
 def mean_of_last(values: Sequence[float], window: int = WINDOW) -> float:

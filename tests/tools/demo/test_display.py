@@ -30,6 +30,7 @@ def test_a_sparkline_fits_and_shows_lowest_and_highest(values, width):
 def test_nothing_has_an_empty_sparkline():
     assert sparkline([]) == ""
     assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([0.0, 5e-324]) == "▁█"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3600, "60:00")])
