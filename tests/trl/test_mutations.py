@@ -19,9 +19,11 @@ from twins import assert_twins, run
 import fastgrpo
 import fastgrpo.trl.heads as heads
 import fastgrpo.trl.scoring as scoring
+from fastgrpo.attention import Segment
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"beta": 0.04},
+    "lora, left-packed": {"beta": 0.04, "options": {"packing": "left"}},
     "lora, stock layout": {"beta": 0.04, "options": {"packing": "none"}},
     "full": {"lora": False},
     "entropy bonus": {"entropy_coef": 0.05},
@@ -33,7 +35,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "beta": 0.04,
     },
     "mixture of experts": {"model": "qwen3 moe", "router_aux_loss_coef": 0.1},
+    "mixture of experts, left-packed": {
+        "model": "qwen3 moe",
+        "router_aux_loss_coef": 0.1,
+        "options": {"packing": "left"},
+    },
 }
+Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 @functools.cache
@@ -42,19 +50,24 @@ def stock_run(setting: str) -> tuple[GRPOTrainer, dict[str, torch.Tensor]]:
     return run(Path(tempfile.mkdtemp()), patched=False, max_steps=2, **settings)
 
 
-def compare(setting: str, output_dir: Path) -> None:
-    """Trains the patched twin as the wiring is now."""
-    stock, before = stock_run(setting)
-    patched, _ = run(output_dir, patched=True, max_steps=2, **SETTINGS[setting])
-    assert_twins(stock, patched, before)
+def patched_run(setting: str, output_dir: Path, after_patching: Callable[[], None] = lambda: None) -> GRPOTrainer:
+    """The patched twin; a fault that comes after patching is none that the patch-time probe could see."""
+    settings = dict(SETTINGS[setting])
+    options = fastgrpo.Options(**settings.pop("options", {}))
+    trainer = tiny_trainer(output_dir, max_steps=2, **settings)
+    fastgrpo.patch(trainer, options)
+    after_patching()
+    trainer.train()
+    return trainer
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_twins_are_equal_without_a_fault(setting, tmp_path):
-    compare(setting, tmp_path)
+    stock, before = stock_run(setting)
+    assert_twins(stock, patched_run(setting, tmp_path), before)
 
 
-def in_the_head(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[pytest.MonkeyPatch], None]:
+def in_the_head(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Fault:
     """A fault in what reaches the head: its arguments by name, and what to make of them."""
 
     def break_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +80,7 @@ def in_the_head(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[
     return break_it
 
 
-def after_the_head(change: Callable[[fastgrpo.LogProbs], fastgrpo.LogProbs]) -> Callable[[pytest.MonkeyPatch], None]:
+def after_the_head(change: Callable[[fastgrpo.LogProbs], fastgrpo.LogProbs]) -> Fault:
     """A fault in what comes out of the head."""
 
     def break_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,30 +89,35 @@ def after_the_head(change: Callable[[fastgrpo.LogProbs], fastgrpo.LogProbs]) -> 
     return break_it
 
 
-def in_the_packing(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+def in_the_packing(change: Callable[[Any], Any], layout: str = "pack") -> Fault:
     """A fault in the packed batch."""
 
     def break_it(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(scoring, "left_pack", lambda ids, mask: change(fastgrpo.left_pack(ids, mask)))
+        monkeypatch.setattr(scoring, layout, lambda *a, **k: change(getattr(fastgrpo, layout)(*a, **k)))
 
     return break_it
 
 
-def in_the_forward(change: Callable[[dict[str, Any], torch.Tensor], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    """A fault in the model's inputs or the labels, changed in place."""
+def in_the_forward(
+    inputs: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    labels: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Fault:
+    """A fault in the model's inputs or the labels."""
 
     def break_it(monkeypatch: pytest.MonkeyPatch) -> None:
-        def score(trainer: Any, model: Any, inputs: Any, labels: Any, call: Any) -> heads.Scores:
-            inputs, labels = dict(inputs), labels.clone()
-            change(inputs, labels)
-            return heads.score_with_head(trainer, model, inputs, labels, call)
+        def score(trainer: Any, model: Any, given: dict[str, Any], call: heads.HeadCall) -> heads.Scores:
+            if inputs is not None:
+                given = {**given, **inputs(given)}
+            if labels is not None:
+                call = replace(call, labels=labels(call.labels))
+            return heads.score_with_head(trainer, model, given, call)
 
         monkeypatch.setattr(scoring, "score_with_head", score)
 
     return break_it
 
 
-def after_the_forward(change: Callable[[heads.Scores], heads.Scores]) -> Callable[[pytest.MonkeyPatch], None]:
+def after_the_forward(change: Callable[[heads.Scores], heads.Scores]) -> Fault:
     """A fault in what a forward returns."""
 
     def break_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +126,22 @@ def after_the_forward(change: Callable[[heads.Scores], heads.Scores]) -> Callabl
     return break_it
 
 
-def drop_first_label(inputs: dict[str, Any], labels: torch.Tensor) -> None:
-    rows = (labels >= 0).any(1)
-    labels[rows, (labels >= 0).int().argmax(1)[rows]] = -100
+def without_the_first(labels: torch.Tensor) -> torch.Tensor:
+    labels = labels.clone()
+    labels.view(-1)[(labels.flatten() >= 0).int().argmax()] = -100
+    return labels
+
+
+def always_share_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "pack", lambda ids, mask, prompts, share: fastgrpo.pack(ids, mask, prompts, True))
+
+
+def blind_to_prompts(packed: Any) -> Any:
+    return replace(packed, segments=[Segment(segment.start, segment.stop, 0, 0) for segment in packed.segments])
+
+
+def one_long_row(packed: Any) -> Any:
+    return replace(packed, segments=[Segment(0, packed.tokens.shape[1], 0, 0)])
 
 
 def draw_random_numbers(scores: heads.Scores) -> heads.Scores:
@@ -128,7 +159,7 @@ def reuse_the_first_head_weight() -> Callable[[dict[str, Any]], dict[str, Any]]:
     return change
 
 
-FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+FAULTS: dict[str, tuple[str, Fault]] = {
     "temperature forgotten": ("lora", in_the_head(lambda given: {"temperature": 1.0})),
     "temperature forgotten without gradient, that is in the reference": (
         "lora",
@@ -152,17 +183,28 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
         "trained copy of the head",
         in_the_head(reuse_the_first_head_weight()),
     ),
-    "first token unscored": ("lora", in_the_forward(drop_first_label)),
-    "labels moved by one": ("full", in_the_forward(lambda inputs, labels: labels.copy_(labels.roll(-1, 1)))),
+    "first token unscored": ("lora", in_the_forward(labels=without_the_first)),
+    "first token unscored, left-packed": ("lora, left-packed", in_the_forward(labels=without_the_first)),
+    "labels moved by one": ("full", in_the_forward(labels=lambda labels: labels.roll(-1, -1))),
     "attention mask dropped": (
         "lora, stock layout",
-        in_the_forward(lambda inputs, labels: inputs.update(attention_mask=torch.ones_like(labels))),
+        in_the_forward(lambda given: {"attention_mask": torch.ones_like(given["attention_mask"])}),
     ),
-    "wrong positions": ("lora", in_the_packing(lambda packed: replace(packed, position_ids=packed.position_ids // 2))),
-    "rows given back in another order": (
+    "wrong positions": ("lora", in_the_forward(lambda given: {"position_ids": given["position_ids"] // 2})),
+    "wrong positions, left-packed": (
+        "lora, left-packed",
+        in_the_forward(lambda given: {"position_ids": given["position_ids"] // 2}),
+    ),
+    "hidden states of another row": (
         "lora",
         in_the_packing(lambda packed: replace(packed, index=packed.index.flip(0))),
     ),
+    "rows given back in another order": (
+        "lora, left-packed",
+        in_the_packing(lambda packed: replace(packed, index=packed.index.flip(0)), "left_pack"),
+    ),
+    "completions blind to their prompt": ("lora", in_the_packing(blind_to_prompts)),
+    "rows that see their neighbours": ("lora", in_the_packing(one_long_row)),
     "auxiliary loss dropped": (
         "mixture of experts",
         after_the_forward(lambda s: s._replace(aux_loss=None if s.aux_loss is None else 0 * s.aux_loss)),
@@ -172,9 +214,10 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
         after_the_forward(lambda s: s._replace(aux_loss=None if s.aux_loss is None else s.aux_loss.detach())),
     ),
     "padding counted in the auxiliary loss": (
-        "mixture of experts",
-        in_the_forward(lambda inputs, labels: inputs.pop("attention_mask", None)),
+        "mixture of experts, left-packed",
+        in_the_forward(lambda given: {"attention_mask": None}),
     ),
+    "a shared prompt counted once in the auxiliary loss": ("mixture of experts", always_share_prompts),
     "random numbers drawn": ("lora", after_the_forward(draw_random_numbers)),
 }
 
@@ -182,16 +225,19 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_wiring_is_caught(fault, tmp_path, monkeypatch):
     setting, break_it = FAULTS[fault]
-    break_it(monkeypatch)
+    stock, before = stock_run(setting)
+    patched = patched_run(setting, tmp_path, after_patching=lambda: break_it(monkeypatch))
     with pytest.raises(AssertionError):
-        compare(setting, tmp_path)
+        assert_twins(stock, patched, before)
 
 
 def test_a_patch_that_does_nothing_is_caught(tmp_path, monkeypatch):
     """Twins of a patch that never scores would be equal: another check must see it."""
     trainer = tiny_trainer(tmp_path, max_steps=1)
     calls: list[int] = []
-    monkeypatch.setattr(heads, "linear_logprob", lambda *a, **k: calls.append(1) or fastgrpo.linear_logprob(*a, **k))
     with fastgrpo.patch(trainer):
+        monkeypatch.setattr(
+            heads, "linear_logprob", lambda *a, **k: calls.append(1) or fastgrpo.linear_logprob(*a, **k)
+        )
         trainer.train()
     assert calls

@@ -28,8 +28,9 @@ def test_a_mixture_of_experts_trains_with_its_auxiliary_loss(lora, tmp_path):
     assert stock.aux_loss_enabled and all(line["aux_loss"] > 0 for line in stock.state.log_history if "loss" in line)
 
 
-def test_a_mixture_of_experts_trains_unpacked_too(tmp_path):
-    twins(tmp_path, options={"packing": "none"}, max_steps=2, **MIXTURE)
+@pytest.mark.parametrize("packing", ["left", "none"])
+def test_a_mixture_of_experts_trains_in_every_layout(packing, tmp_path):
+    twins(tmp_path, options={"packing": packing}, max_steps=2, **MIXTURE)
 
 
 def test_a_mixture_of_experts_trains_without_its_auxiliary_loss(tmp_path):
@@ -43,7 +44,7 @@ def test_scales_with_names_of_their_own_are_applied_once(model, lora, tmp_path):
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights="gaussian")
     # Left padding enters the states of a state-space layer, so its rows stay as TRL pads them.
     _, patched = twins(tmp_path, model=model, lora=lora and adapter)
-    assert bool(fastgrpo.patch(patched).unpacked_because) == (model == "falcon h1 scale")
+    assert (fastgrpo.patch(patched).layout == "none") == (model == "falcon h1 scale")
 
 
 def test_an_adapter_that_came_with_the_model_has_a_frozen_copy_as_its_reference(tmp_path):
@@ -116,7 +117,7 @@ def test_prompts_with_no_one_and_three_images_train_side_by_side(lora, tmp_path)
 
     _, patched = twins(tmp_path, lora=lora, trainer_class=Recording, **vision_settings([0, 1, 3, 0, 1, 3]))
     assert set.union(*mixtures) == {0, 1, 3} and any(0 in mixture and len(mixture) > 1 for mixture in mixtures)
-    assert "vision-language" in fastgrpo.patch(patched).unpacked_because
+    assert fastgrpo.patch(patched).layout == "none"
 
 
 def test_a_vision_language_model_trains_on_text_alone(tmp_path):
