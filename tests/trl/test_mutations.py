@@ -245,6 +245,12 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "window forgotten": ("window", in_the_attention(lambda given: {**given, "window": None})),
     "scores scaled by something else": ("lora", in_the_attention(lambda given: {**given, "scale": 0.5})),
     "layout lost when a layer runs again": ("checkpointing", in_the_attention(lose_the_layout_in_backward)),
+    "a shared prompt counted once by the router": (
+        "mixture of experts",
+        lambda monkeypatch: monkeypatch.setattr(
+            scoring, "pack", lambda ids, mask, prompts, share: fastgrpo.pack(ids, mask, prompts, True)
+        ),
+    ),
     "auxiliary loss dropped": (
         "mixture of experts",
         after_the_forward(lambda s: s._replace(aux_loss=None if s.aux_loss is None else 0 * s.aux_loss)),
@@ -274,6 +280,7 @@ UNSEEN_AT_PATCH_TIME = {
     "entropy detached",
     "gradient of the head lost",
     "the trained head's copy taken for the reference's",
+    "a shared prompt counted once by the router",
     "auxiliary loss dropped",
     "auxiliary loss detached",
     "padding counted in the auxiliary loss",

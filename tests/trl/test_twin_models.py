@@ -28,8 +28,9 @@ def test_a_mixture_of_experts_trains_with_its_auxiliary_loss(lora, tmp_path):
     assert stock.aux_loss_enabled and all(line["aux_loss"] > 0 for line in stock.state.log_history if "loss" in line)
 
 
-def test_a_mixture_of_experts_trains_unpacked_too(tmp_path):
-    twins(tmp_path, options={"packing": "none"}, max_steps=2, **MIXTURE)
+@pytest.mark.parametrize("packing", ["left", "none"])
+def test_a_mixture_of_experts_trains_in_every_layout(packing, tmp_path):
+    twins(tmp_path, options={"packing": packing}, max_steps=2, **MIXTURE)
 
 
 def test_a_mixture_of_experts_trains_without_its_auxiliary_loss(tmp_path):
