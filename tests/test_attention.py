@@ -8,29 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from truth import attention_alone
 
 import fastgrpo.attention as attention_module
 from fastgrpo.attention import Segment, segment_attention, segment_attention_op
-
-
-def alone(query, key, value, segments, scale, softcap, window) -> Tensor:
-    """Every segment with its prefix as one sequence, dense; `[N, A, E]`."""
-    heads, tokens, _ = query.shape
-    key = key.repeat_interleave(heads // key.shape[0], 0)
-    value = value.repeat_interleave(heads // value.shape[0], 0)
-    rows = [torch.zeros(heads, value.shape[2], dtype=value.dtype)] * tokens
-    for segment in segments:
-        seen = [*range(segment.prefix_start, segment.prefix_stop), *range(segment.start, segment.stop)]
-        prefix = segment.prefix_stop - segment.prefix_start
-        for position, token in enumerate(range(segment.start, segment.stop), prefix):
-            oldest = 0 if window is None else max(0, position - window + 1)
-            keys = seen[oldest : position + 1]
-            scores = torch.einsum("ad,akd->ak", query[:, token], key[:, keys]) * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            rows[token] = torch.einsum("ak,ake->ae", scores.softmax(-1), value[:, keys])
-    return torch.stack(rows) if rows else torch.zeros(0, heads, value.shape[2], dtype=value.dtype)
 
 
 @st.composite
@@ -72,7 +53,7 @@ def test_output_and_gradients_equal_those_of_separate_sequences(layout, heads, s
         grad = torch.randn_like(ours)
         found = torch.autograd.grad(ours, (query, key, value), grad)
         attention_module._tiles.cache_clear()
-    truth = alone(query, key, value, segments, 0.7, softcap, window)
+    truth = attention_alone(query, key, value, segments, 0.7, softcap, window)
     expected = torch.autograd.grad(truth, (query, key, value), grad) if truth.requires_grad else [0 * x for x in found]
     torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
     for ours_grad, true_grad in zip(found, expected, strict=True):
@@ -83,7 +64,10 @@ def test_sixteen_bit_inputs_are_computed_in_fp32_and_rounded_once():
     segments = [Segment(0, 40), Segment(40, 90, 0, 40), Segment(90, 200, 0, 40)]
     query, key, value = (torch.randn(heads, 200, 32).bfloat16().requires_grad_() for heads in (8, 2, 2))
     exact = [x.detach().double().requires_grad_() for x in (query, key, value)]
-    ours, truth = segment_attention(query, key, value, segments, 0.2), alone(*exact, segments, 0.2, None, None)
+    ours, truth = (
+        segment_attention(query, key, value, segments, 0.2),
+        attention_alone(*exact, segments, 0.2, None, None),
+    )
     grad = torch.randn_like(ours)
     found = torch.autograd.grad(ours, (query, key, value), grad)
     expected = torch.autograd.grad(truth, exact, grad.double())
