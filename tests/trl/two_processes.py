@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from tiny import tiny_trainer
 from trl import GRPOTrainer
 from twins import assert_same_metrics, assert_same_parameters, trained_parameters
@@ -42,6 +43,10 @@ CASES: dict[str, dict[str, Any]] = {
         "mask_truncated_completions": True,
         "lora": False,
         "model": "gemma2 softcap",
+    },
+    "trained copy of the head": {
+        "lora": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        "beta": 0.04,
     },
     "mixture of experts": {"model": "qwen3 moe", "router_aux_loss_coef": 0.1},
 }
