@@ -6,6 +6,7 @@ fine-tuning with Adam, which amplifies the rounding of a sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,13 @@ def trained_parameters(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 def run(
-    output_dir: Path, patched: bool, options: dict[str, Any] | None = None, **settings: Any
+    output_dir: Path,
+    patched: bool,
+    options: dict[str, Any] | None = None,
+    then: Callable[[], None] | None = None,
+    **settings: Any,
 ) -> tuple[GRPOTrainer, dict[str, torch.Tensor]]:
-    """A tiny trainer after `train()`, and its parameters before."""
+    """A tiny trainer after `train()`, and its parameters before; `then` is called once it is patched."""
     if settings.get("model") == "saved":
         # TRL builds the reference from the folder the policy came from.
         folder = output_dir / "saved"
@@ -38,6 +43,8 @@ def run(
     before = trained_parameters(trainer)
     if patched:
         fastgrpo.patch(trainer, fastgrpo.Options(**(options or {})))
+    if then is not None:
+        then()
     trainer.train()
     return trainer, before
 
