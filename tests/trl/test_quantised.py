@@ -49,6 +49,20 @@ def test_a_four_bit_base_trains_as_stock_does(config, tmp_path):
     assert_twins(stock, patched, before)
 
 
+def test_adapters_in_bf16_as_trl_makes_them_train_as_stock_up_to_their_rounding(tmp_path):
+    lines = []
+    for patched in (False, True):
+        trainer = tiny_trainer(tmp_path, model=quantised(tmp_path / "saved"), max_steps=1)
+        assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.bfloat16}
+        if patched:
+            fastgrpo.patch(trainer)
+        trainer.train()
+        lines.append(trainer.state.log_history[0])
+    stock, ours = lines
+    for key in ("loss", "entropy", "grad_norm"):
+        assert ours[key] == pytest.approx(stock[key], rel=1e-2, abs=1e-3), key
+
+
 def test_a_four_bit_head_is_refused(tmp_path):
     model = quantised(tmp_path / "saved", llm_int8_skip_modules=["no such module"])
     assert isinstance(model.get_output_embeddings(), bitsandbytes.nn.Linear4bit)
