@@ -94,15 +94,17 @@ Score = Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor | None]]
 """`(hidden [R, H], weight, targets [R], task) -> log-probs [R], entropy [R] or None`."""
 
 
-def peers(dtype: torch.dtype) -> list[Peer]:
-    """All peers for inputs of a dtype; `fastgrpo` and the two of TRL are always first."""
+def peers(dtype: torch.dtype, device: torch.device | None = None) -> list[Peer]:
+    """All peers for inputs of a dtype on a device; `fastgrpo` and the two of TRL are always first."""
+    trl_missing = _missing("trl.kernels.chunked_logprob", "trl")
     found = [
         Peer("fastgrpo", _scorer(_fastgrpo, compact=False)),
-        Peer("TRL, as called", _scorer(_trl, compact=False)),
-        Peer("TRL, scored rows", _scorer(_trl, compact=True)),
+        Peer("TRL, as called", _scorer(_trl, compact=False), missing=trl_missing),
+        Peer("TRL, scored rows", _scorer(_trl, compact=True), missing=trl_missing),
         Peer("fastgrpo, fused loss", _fastgrpo_loss, ("trained",)),
-        Peer("full logits, fp32", _scorer(_full_logits_fp32, compact=True)),
     ]
+    if device is None or device.type != "cuda":  # there, float32 products are ten times slower than 16-bit ones
+        found.append(Peer("full logits, fp32", _scorer(_full_logits_fp32, compact=True)))
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
         found.append(Peer(f"full logits, eager {name}", _scorer(_full_logits_eager, compact=True)))

@@ -18,11 +18,14 @@ from torch import Tensor
 
 from fastgrpo.checks import require_device_of, require_float, require_number, require_tensor
 from fastgrpo.chunking import ChunkPlan
+from fastgrpo.kernels.select import head_kernels
 from fastgrpo.objective import GRPOStats, Objective, grpo_loss, require_objective, row_local_terms_exist, vespo_weights
 from fastgrpo.ops import accumulation_dtype, linear_grpo_op, linear_logprob_op, objective_constants
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _IGNORED = -1
+# What cuBLAS computes at a time: a chunk of other sizes leaves its last tile partly idle.
+_TILE = 256
 
 
 class LogProbs(NamedTuple):
@@ -337,11 +340,12 @@ def _flat_stats(stats: GRPOStats, logprobs: Tensor, entropy: Tensor) -> GRPOStat
 
 
 def _chunk_rows(plan: ChunkPlan, hidden: Tensor, head: _Head, with_entropy: bool) -> int:
-    # logits; a second buffer where both z and exp(z) are needed; a third for the slope of a softcap.
+    kernels = head_kernels(hidden.device, head.compute_dtype, head.trains)
     gradient = head.need_hidden or head.trains
-    buffers = 1 + with_entropy + (head.softcap is not None and gradient)
+    buffers = kernels.buffers(with_entropy, head.softcap is not None and gradient)
     itemsize = accumulation_dtype(head.compute_dtype).itemsize
-    return plan.rows(hidden.shape[0], head.weight.shape[0], buffers, itemsize, hidden.device)
+    tile = _TILE if hidden.device.type == "cuda" else 1
+    return plan.rows(hidden.shape[0], head.weight.shape[0], buffers, itemsize, hidden.device, tile)
 
 
 def _check_head(

@@ -11,7 +11,7 @@ from typing import Any
 import trl.trainer.utils as trl_utils
 from trl import GRPOTrainer
 
-from fastgrpo.kernels.backends import REFERENCE, Backend, forget_backend, note_backend
+from fastgrpo.kernels.backends import Backend, forget_backend, head_backend, note_backend
 from fastgrpo.trl.compat import (
     HEAD_NAME,
     SCORING_METHOD,
@@ -198,4 +198,4 @@ def _show_backends(handle: Patch) -> None:
     device = handle.trainer.accelerator.device.type
     layout = "as TRL pads" if handle.unpacked_because else "left-packed"
     note_backend("packing", Backend(layout, device, handle.unpacked_because))
-    note_backend("trainer head", Backend(REFERENCE, device, ""))
+    note_backend("trainer head", head_backend(device))
