@@ -55,13 +55,11 @@ struct Row {
   __device__ int vectors() const { return (columns + 3) / 4; }
 };
 
-__device__ __forceinline__ long long target_of(const RowArgs& args, long long row) {
-  return args.targets_are_64_bit ? static_cast<const long long*>(args.targets)[row]
-                                 : static_cast<const int*>(args.targets)[row];
-}
-
-__device__ __forceinline__ bool ignored(const RowArgs& args, long long target) {
-  return target < 0 || target >= args.columns;
+// The target of a row, -1 for a row that is ignored.
+__device__ __forceinline__ int target_of(const RowArgs& args, long long row) {
+  const long long target = args.targets_are_64_bit ? static_cast<const long long*>(args.targets)[row]
+                                                   : static_cast<const int*>(args.targets)[row];
+  return target >= 0 && target < args.columns ? static_cast<int>(target) : -1;
 }
 
 __device__ __forceinline__ Row make_row(const RowArgs& args, long long row, int target) {

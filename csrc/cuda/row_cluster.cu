@@ -1,13 +1,16 @@
 // A cluster of thread blocks holds a whole row of logits in its registers: one read of device memory.
 //
-//   load     thread i of the cluster's C x kThreads loads vectors i, i + C kThreads, ...: kVectors 16-byte loads, all
-//            under way at once
+//   fetch    a block owns one of the cluster's C contiguous slices of every row. A bulk copy brings the slice of the next
+//            row into shared memory while the block works on this one; clusters are persistent and take every n-th row
+//   load     shared memory -> registers, kVectors 16-byte vectors a thread; from here on the next fetch may overwrite it
 //   reduce   thread -> warp -> block -> every block of the cluster, which exchange their partials through distributed
 //            shared memory; each block then finishes the row by itself
 //   store    16-bit gradients from the same registers. The barrier of the exchange comes after every load of the row,
 //            so they may lie over it: d logprob over its first half, d entropy over its second
 // Bytes: 4 + 2 a logit, 4 + 4 with both gradients. Registers: 4 kVectors of logits of 64 (two blocks a multiprocessor);
-// vectors beyond the sixth wait in shared memory (at most 32 KiB) while the row is finished, which needs registers too. Serves rows up to 16 x kThreads x 4 kMaxVectors = 327,680 logits.
+// the vectors beyond held_vectors wait in shared memory while the row is finished, which needs registers too. Shared memory:
+// 8 KiB a vector (at most 80) for the slice on its way, and as much for each that waits. Serves rows up to
+// 16 x kThreads x 4 kMaxVectors = 327,680 logits.
 #include <atomic>
 
 #include "../export.h"
@@ -18,83 +21,123 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kMaxVectors = 10;
-constexpr int kHeldVectors = 6;
+// Vectors of a thread that stay in registers while the row is finished; the others wait in shared memory, as far as that lasts.
+__host__ __device__ constexpr int held_vectors(int vectors) { return vectors <= 8 ? (vectors < 4 ? vectors : 4) : 6; }
 constexpr int kMaxCluster = 16;
+
+// Vectors of a row in the slice of a block.
+__host__ __device__ constexpr int slice_of(int columns, int cluster) { return ((columns + 3) / 4 + cluster - 1) / cluster; }
 
 template <int kVectors, GradDtype kDtype, bool kSecond>
 __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant__ RowArgs args) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  __shared__ Partial slots[kThreads / kLanes];
-  __shared__ Partial blocks[kMaxCluster];
-  __shared__ RowScalars shared;
-  constexpr int kHeld = kVectors < kHeldVectors ? kVectors : kHeldVectors;
+  constexpr int kHeld = held_vectors(kVectors);
+  extern __shared__ float4 fetched[];
   __shared__ float4 waiting[kVectors > kHeld ? (kVectors - kHeld) * kThreads : 1];
+  __shared__ Partial slots[kThreads / kLanes];
+  __shared__ Partial blocks[2][kMaxCluster];  // a slow block may still read a row's when a fast one writes the next row's
+  __shared__ RowScalars shared;
+  __shared__ unsigned long long arrived;
+
   const unsigned rank = ptx::cluster_ctarank(), count = ptx::cluster_nctarank();
-  const int thread = rank * kThreads + threadIdx.x, threads = count * kThreads;
-  const long long index = blockIdx.x / count;
-  const long long target = target_of(args, index);
-  if (ignored(args, target)) return write_ignored_row<kDtype>(args, index, thread, threads);
-  ptx::barrier_cluster_arrive();  // this block runs: others may write to its shared memory
+  const int vectors = (args.columns + 3) / 4, slice = slice_of(args.columns, count);
+  const int begin = rank * slice, own = max(0, min(slice, vectors - begin));
+  const int step = gridDim.x / count;
+  const auto fetch = [&](long long row) {
+    ptx::mbarrier_arrive_expect_tx(&arrived, own * sizeof(float4));
+    if (own > 0) {
+      ptx::cp_async_bulk(fetched, args.logits + row * args.logits_pitch + 4 * begin, own * sizeof(float4), &arrived);
+    }
+  };
 
-  const Row row = make_row(args, index, static_cast<int>(target));
-  const int vectors = row.vectors();
-  float4 z[kVectors];
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    const int vector = thread + k * threads;
-    const float nothing = -kInfinity<float>;
-    z[k] = vector < vectors ? load(row, vector) : float4{nothing, nothing, nothing, nothing};
+  int index = blockIdx.x / count;
+  if (threadIdx.x == kLanes) {
+    ptx::mbarrier_init(&arrived, 1);
+    ptx::fence_proxy_async();
+    fetch(index);
   }
-  const float z_target = threadIdx.x < kLanes ? target_logit(row) : 0.f;
-  Partial mine;
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    const int vector = thread + k * threads;
-    if (vector < vectors) to_logits(row, vector, z[k]);
-    mine.max = fmaxf(mine.max, max4(z[k]));
-  }
-  const float own_shift = finite_shift(mine.max);
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    add4(z[k], own_shift, mine.sum, mine.weighted);
-    if (k >= kHeld) waiting[(k - kHeld) * kThreads + threadIdx.x] = z[k];
-  }
-
-  const Partial block = combine_block<kThreads>(mine, slots);
-  ptx::barrier_cluster_wait();
-  if (threadIdx.x < count) {
-    ptx::st_shared_cluster(&blocks[rank].max, threadIdx.x, block.max);
-    ptx::st_shared_cluster(&blocks[rank].sum, threadIdx.x, block.sum);
-    ptx::st_shared_cluster(&blocks[rank].weighted, threadIdx.x, block.weighted);
-  }
-  __syncwarp();  // the barrier is for whole warps
+  int target = target_of(args, index);
+  // All blocks run: others may write to their shared memory.
   ptx::barrier_cluster_arrive();
   ptx::barrier_cluster_wait();
-  if (threadIdx.x < kLanes) {
-    Partial all;
-    if (threadIdx.x < count) all = blocks[threadIdx.x];
-    RowScalars scalars = finish_row(args, index, combine_lanes(all), z_target, thread == 0);
-    apply_scale(args, z_target, scalars);
-    if (threadIdx.x == 0) shared = scalars;
-  }
-  __syncthreads();
 
-  const RowScalars scalars = shared;
-  const float inverse_outer = row.softcap ? args.temperature / args.softcap : 0.f;
-  auto* grads = grad_row<kDtype>(args.grad, args.grad_pitch, index);
-  auto* second = kSecond ? grad_row<kDtype>(args.second_grad, args.second_pitch, index) : nullptr;
+  unsigned parity = 0, buffer = 0;
+  for (; index < args.rows; index += step) {
+    const int next = index + step;
+    const bool more = next < args.rows;
+    const Row row = make_row(args, index, target);
+    target = more ? target_of(args, next) : -1;
+    const bool skip = row.target < 0;
+    const float z_target = threadIdx.x < kLanes && !skip ? target_logit(row) : 0.f;
+    while (!ptx::mbarrier_try_wait_parity(&arrived, parity)) {
+    }
+    parity ^= 1;
+    if (skip) {
+      __syncthreads();
+      if (more && threadIdx.x == kLanes) fetch(next);
+      write_ignored_row<kDtype>(args, index, rank * kThreads + threadIdx.x, count * kThreads);
+      continue;
+    }
+
+    float4 z[kVectors];
+    Partial mine;
 #pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    const int vector = thread + k * threads;
-    if (vector >= vectors) break;
-    const float4 logits = k < kHeld ? z[k] : waiting[(k - kHeld) * kThreads + threadIdx.x];
-    store4<kDtype>(grads, vector, logits, scalars.shift, scalars.first, inverse_outer);
-    if (kSecond) store4<kDtype>(second, vector, logits, scalars.shift, scalars.second, inverse_outer);
-  }
-  // By the thread that stored the target's vector, behind that store.
-  if (thread == row.target / 4 % threads) {
-    grads[row.target] = Grad16<kDtype>::round(scalars.first.at_target);
-    if (kSecond) second[row.target] = Grad16<kDtype>::round(scalars.second.at_target);
+    for (int k = 0; k < kVectors; ++k) {
+      const int place = k * kThreads + threadIdx.x;
+      const float nothing = -kInfinity<float>;
+      z[k] = float4{nothing, nothing, nothing, nothing};
+      if (place < own) {
+        z[k] = fetched[place];
+        to_logits(row, begin + place, z[k]);
+      }
+      mine.max = fmaxf(mine.max, max4(z[k]));
+    }
+    const float own_shift = finite_shift(mine.max);
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      add4(z[k], own_shift, mine.sum, mine.weighted);
+      if (k >= kHeld) waiting[(k - kHeld) * kThreads + threadIdx.x] = z[k];
+    }
+
+    const Partial block = combine_block<kThreads>(mine, slots);  // its barrier: the slice is in registers
+    if (more && threadIdx.x == kLanes) fetch(next);
+    if (threadIdx.x < count) {
+      Partial* mailbox = &blocks[buffer][rank];
+      ptx::st_shared_cluster(&mailbox->max, threadIdx.x, block.max);
+      ptx::st_shared_cluster(&mailbox->sum, threadIdx.x, block.sum);
+      ptx::st_shared_cluster(&mailbox->weighted, threadIdx.x, block.weighted);
+    }
+    __syncwarp();  // the barrier is for whole warps
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+    if (threadIdx.x < kLanes) {
+      Partial all;
+      if (threadIdx.x < count) all = blocks[buffer][threadIdx.x];
+      RowScalars scalars = finish_row(args, index, combine_lanes(all), z_target, rank == 0 && threadIdx.x == 0);
+      apply_scale(args, z_target, scalars);
+      if (threadIdx.x == 0) shared = scalars;
+    }
+    buffer ^= 1;
+    __syncthreads();
+
+    const RowScalars scalars = shared;
+    const float inverse_outer = row.softcap ? args.temperature / args.softcap : 0.f;
+    auto* grads = grad_row<kDtype>(args.grad, args.grad_pitch, index);
+    auto* second = kSecond ? grad_row<kDtype>(args.second_grad, args.second_pitch, index) : nullptr;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int place = k * kThreads + threadIdx.x;
+      if (place >= own) break;
+      const float4 logits = k < kHeld ? z[k] : waiting[(k - kHeld) * kThreads + threadIdx.x];
+      store4<kDtype>(grads, begin + place, logits, scalars.shift, scalars.first, inverse_outer);
+      if (kSecond) store4<kDtype>(second, begin + place, logits, scalars.shift, scalars.second, inverse_outer);
+    }
+    // By the thread that stored the target's vector, behind that store.
+    const int place = row.target / 4 - begin;
+    if (place >= 0 && place < own && place % kThreads == static_cast<int>(threadIdx.x)) {
+      grads[row.target] = Grad16<kDtype>::round(scalars.first.at_target);
+      if (kSecond) second[row.target] = Grad16<kDtype>::round(scalars.second.at_target);
+    }
   }
 #endif
 }
@@ -133,22 +176,56 @@ Plan plan_of(int columns) {
   return {0, 0};
 }
 
-cudaLaunchConfig_t config_of(const Plan& plan, unsigned rows, cudaLaunchAttribute* attribute, cudaStream_t stream) {
-  attribute->id = cudaLaunchAttributeClusterDimension;
-  attribute->val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = rows * plan.cluster;
-  config.blockDim = kThreads;
-  config.stream = stream;
-  config.attrs = attribute;
-  config.numAttrs = 1;
-  return config;
+// How a plan runs on a device.
+struct Launch {
+  Kernel kernel;
+  cudaLaunchAttribute attribute;
+  cudaLaunchConfig_t config;
+
+  Launch(const Plan& plan, const RowArgs& args, int clusters, cudaStream_t stream)
+      : kernel(kernel_of(plan.vectors, args.grad_dtype, args.second_grad != nullptr)), attribute(), config() {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
+    config.gridDim = clusters * plan.cluster;
+    config.blockDim = kThreads;
+    config.dynamicSmemBytes = slice_of(args.columns, plan.cluster) * sizeof(float4);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+
+  // More shared memory, and more than 8 blocks in a cluster, than every card has.
+  cudaError_t allow() const {
+    constexpr int kMost = kMaxVectors * kThreads * sizeof(float4);
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMost)) {
+      return error;
+    }
+    if (attribute.val.clusterDim.x <= 8) return cudaSuccess;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+};
+
+// Clusters that run at once on a device; 0 where it cannot run any.
+int resident_clusters(const Plan& plan, const RowArgs& args, int device) {
+  int major = 0, before = 0, clusters = 0;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) || major < 9) return 0;
+  if (cudaGetDevice(&before) || cudaSetDevice(device)) return 0;
+  const Launch launch(plan, args, 1, nullptr);
+  if (launch.allow() || cudaOccupancyMaxActiveClusters(&clusters, launch.kernel, &launch.config)) clusters = 0;
+  cudaSetDevice(before);
+  cudaGetLastError();  // a card without this kernel is an answer, not an error of the next launch
+  return clusters;
 }
 
-// More than 8 blocks in a cluster is what a card may allow and not what every card has.
-cudaError_t allow_cluster(Kernel kernel, const Plan& plan) {
-  if (plan.cluster <= 8) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+// The same, asked once for each kernel.
+int known_clusters(const Plan& plan, const RowArgs& args, int device) {
+  constexpr int kDevices = 64, kPlans = kMaxCluster * (kMaxVectors + 1);
+  static std::atomic<int> known[kDevices][2][2][kPlans];  // 0: not asked yet, else 1 + clusters
+  if (plan.cluster == 0 || device < 0 || device >= kDevices) return 0;
+  std::atomic<int>& answer = known[device][args.grad_dtype == GradDtype::float16][args.second_grad != nullptr]
+                                  [(plan.cluster - 1) * (kMaxVectors + 1) + plan.vectors];
+  if (answer == 0) answer = 1 + resident_clusters(plan, args, device);
+  return answer - 1;
 }
 
 }  // namespace
@@ -157,45 +234,20 @@ cudaError_t allow_cluster(Kernel kernel, const Plan& plan) {
 FASTGRPO_EXPORT int fastgrpo_row_cluster(const fastgrpo::RowArgs* args, void* stream) {
   using namespace fastgrpo;
   if (args->rows == 0) return 0;
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device)) return error;
   const Plan plan = plan_of(args->columns);
-  if (plan.cluster == 0) return cudaErrorInvalidValue;
-  const Kernel kernel = kernel_of(plan.vectors, args->grad_dtype, args->second_grad != nullptr);
-  if (const cudaError_t error = allow_cluster(kernel, plan)) return error;
-  cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t config = config_of(plan, args->rows, &attribute, static_cast<cudaStream_t>(stream));
-  if (const cudaError_t error = cudaLaunchKernelEx(&config, kernel, *args)) return error;
+  const int resident = known_clusters(plan, *args, device);
+  if (resident == 0) return cudaErrorNotSupported;
+  const Launch launch(plan, *args, args->rows < resident ? args->rows : resident, static_cast<cudaStream_t>(stream));
+  if (const cudaError_t error = launch.allow()) return error;
+  if (const cudaError_t error = cudaLaunchKernelEx(&launch.config, launch.kernel, *args)) return error;
   return launch_status();
 }
 
-namespace fastgrpo {
-namespace {
-
-bool runs(const Plan& plan, int device) {
-  int major = 0, before = 0;
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) || major < 9) return false;
-  if (cudaGetDevice(&before) || cudaSetDevice(device)) return false;
-  const Kernel kernel = kernel_of(plan.vectors, GradDtype::bfloat16, false);
-  cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t config = config_of(plan, 1, &attribute, nullptr);
-  int clusters = 0;
-  cudaFuncAttributes attributes;
-  const bool serves = !cudaFuncGetAttributes(&attributes, kernel) && !allow_cluster(kernel, plan) &&
-                      !cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) && clusters > 0;
-  cudaSetDevice(before);
-  cudaGetLastError();  // a card without this kernel is an answer, not an error of the next launch
-  return serves;
-}
-
-}  // namespace
-}  // namespace fastgrpo
-
 FASTGRPO_EXPORT int fastgrpo_row_cluster_serves(int columns, int device) {
   using namespace fastgrpo;
-  constexpr int kDevices = 64, kPlans = kMaxCluster * (kMaxVectors + 1);
-  static std::atomic<int> known[kDevices][kPlans];  // 0: not asked yet, 1: no, 2: yes
-  const Plan plan = plan_of(columns);
-  if (plan.cluster == 0 || device < 0 || device >= kDevices) return 0;
-  std::atomic<int>& answer = known[device][(plan.cluster - 1) * (kMaxVectors + 1) + plan.vectors];
-  if (answer == 0) answer = 1 + runs(plan, device);
-  return answer - 1;
+  RowArgs args{};
+  args.columns = columns;
+  return known_clusters(plan_of(columns), args, device) > 0;
 }

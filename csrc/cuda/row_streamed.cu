@@ -92,9 +92,9 @@ __global__ void __launch_bounds__(kThreads, 2) row_streamed(const __grid_constan
   __shared__ Partial slots[kThreads / kLanes];
   __shared__ RowScalars shared;
   const long long index = blockIdx.x;
-  const long long target = target_of(args, index);
-  if (ignored(args, target)) return write_ignored_row<kDtype>(args, index, threadIdx.x, kThreads);
-  const Row row = make_row(args, index, static_cast<int>(target));
+  const int target = target_of(args, index);
+  if (target < 0) return write_ignored_row<kDtype>(args, index, threadIdx.x, kThreads);
+  const Row row = make_row(args, index, target);
   const float z_target = threadIdx.x < kLanes ? target_logit(row) : 0.f;
   const bool given = args.coefficients == Coefficients::given;
   Partial others;

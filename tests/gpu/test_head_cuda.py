@@ -57,9 +57,13 @@ def test_equals_float64(count, width, vocabulary, dtype, frozen):
     logits = logits_float64(exact, exact_head, temperature=0.9, softcap=30.0)
     logprobs, entropy = logprobs_float64(logits, targets)
     limit = (1e-5 if dtype == torch.float32 else 1e-3) + 8 * 2**-24 * 34
+    if dtype == torch.float32 and width > 2048:
+        limit *= 4  # the rounding of the float32 products themselves
     if count:
-        assert (out.logprobs - logprobs).abs().max() <= limit
-        assert (out.entropy - entropy).abs().max() <= limit
+        error = (out.logprobs - logprobs).abs().max().item()
+        assert error <= limit, f"log-prob error {error:.2e}"
+        error = (out.entropy - entropy).abs().max().item()
+        assert error <= limit, f"entropy error {error:.2e}"
     (out.logprobs @ grads[0] + out.entropy @ grads[1]).backward()
     (logprobs @ grads[0].double() + entropy @ grads[1].double()).backward()
     for ours, true in ((leaf, exact), (head, exact_head)):

@@ -76,8 +76,9 @@ def assert_gradient(found: Tensor, wanted: Tensor, what: str) -> None:
     assert found.isfinite().all(), f"{what} is not finite, or not written"
     scale = wanted.norm(dim=1)
     error = ((found - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
-    assert error <= 3e-3, f"{what}: relative error {error:.2e}"
-    rows = ((found - wanted).norm(dim=1) / scale.clamp(min=1e-30))[scale > 1e-6 * scale.max()]
+    # A rounding to bfloat16 is off by 2^-8 at most, and nothing averages it over a few entries.
+    assert error <= 2**-8, f"{what}: relative error {error:.2e}"
+    rows = ((found - wanted).norm(dim=1) / scale.clamp(min=1e-30))[scale > 1e-3 * scale.max()]
     assert not rows.numel() or rows.max() <= 2e-2, f"{what}: relative error of the worst row {rows.max().item():.2e}"
 
 
