@@ -62,14 +62,7 @@ __device__ __forceinline__ unsigned shared_address(const void* address) {
   return static_cast<unsigned>(__cvta_generic_to_shared(address));
 }
 
-// Stores to the place of `address`, a shared-memory address of this CTA, in the CTA of that rank.
-__device__ __forceinline__ void st_shared_cluster(float* address, unsigned rank, float value) {
-  unsigned remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(address)), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
-}
-
-// Barriers in shared memory that count the bytes of bulk copies, and those copies.
+// Barriers in shared memory that count the bytes of asynchronous copies and stores, and those.
 
 __device__ __forceinline__ void mbarrier_init(unsigned long long* barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -78,7 +71,7 @@ __device__ __forceinline__ void mbarrier_init(unsigned long long* barrier, unsig
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned long long* barrier, unsigned bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.relaxed.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
 
@@ -92,6 +85,22 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(unsigned long long* bar
       : "r"(shared_address(barrier)), "r"(parity)
       : "memory");
   return done != 0;
+}
+
+// Stores to the place of `address`, in the shared memory of the CTA of that rank, and counts the 16 bytes on that CTA's
+// `barrier`: who waits for it sees the value, without a fence on either side.
+__device__ __forceinline__ void st_async(float4* address, const float4& value, unsigned long long* barrier, unsigned rank) {
+  unsigned remote, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(address)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_barrier) : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
+               "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(remote_barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait(unsigned long long* barrier, unsigned parity) {
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+  }
 }
 
 __device__ __forceinline__ void cp_async_bulk(void* shared, const void* global, unsigned bytes, unsigned long long* barrier) {

@@ -3,10 +3,11 @@
 //   fetch    a block owns one of the cluster's C contiguous slices of every row. A bulk copy brings the slice of the next
 //            row into shared memory while the block works on this one; clusters are persistent and take every n-th row
 //   load     shared memory -> registers, kVectors 16-byte vectors a thread; from here on the next fetch may overwrite it
-//   reduce   thread -> warp -> block -> every block of the cluster, which exchange their partials through distributed
-//            shared memory; each block then finishes the row by itself
-//   store    16-bit gradients from the same registers. The barrier of the exchange comes after every load of the row,
-//            so they may lie over it: d logprob over its first half, d entropy over its second
+//   reduce   thread -> warp -> block -> every block of the cluster: each stores its partial into the shared memory of all
+//            and waits for theirs on a barrier of its own. (A barrier of the cluster would order global memory too, and wait
+//            for the gradients of the row before.) Each block then finishes the row by itself
+//   store    16-bit gradients from the same registers. A block's partial says that its slice is loaded, so gradients may lie
+//            over the row: d logprob over its first half, d entropy over its second
 // Bytes: 4 + 2 a logit, 4 + 4 with both gradients. Registers: 4 kVectors of logits of 64 (two blocks a multiprocessor);
 // the vectors beyond held_vectors wait in shared memory while the row is finished, which needs registers too. Shared memory:
 // 8 KiB a vector (at most 80) for the slice on its way, and as much for each that waits. Serves rows up to
@@ -35,9 +36,11 @@ __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant
   extern __shared__ float4 fetched[];
   __shared__ float4 waiting[kVectors > kHeld ? (kVectors - kHeld) * kThreads : 1];
   __shared__ Partial slots[kThreads / kLanes];
-  __shared__ Partial blocks[2][kMaxCluster];  // a slow block may still read a row's when a fast one writes the next row's
-  __shared__ RowScalars shared;
+  // Of every block; two, because a slow block may still read a row's when a fast one sends the next row's.
+  __shared__ float4 partials[2][kMaxCluster];
+  __shared__ unsigned long long exchanged[2];
   __shared__ unsigned long long arrived;
+  __shared__ RowScalars shared;
 
   const unsigned rank = ptx::cluster_ctarank(), count = ptx::cluster_nctarank();
   const int vectors = (args.columns + 3) / 4, slice = slice_of(args.columns, count);
@@ -53,15 +56,17 @@ __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant
   int index = blockIdx.x / count;
   if (threadIdx.x == kLanes) {
     ptx::mbarrier_init(&arrived, 1);
+    ptx::mbarrier_init(&exchanged[0], 1);
+    ptx::mbarrier_init(&exchanged[1], 1);
     ptx::fence_proxy_async();
     fetch(index);
   }
   int target = target_of(args, index);
-  // All blocks run: others may write to their shared memory.
+  // All blocks run, and their barriers are ready.
   ptx::barrier_cluster_arrive();
   ptx::barrier_cluster_wait();
 
-  unsigned parity = 0, buffer = 0;
+  unsigned parity = 0, exchange = 0;
   for (; index < args.rows; index += step) {
     const int next = index + step;
     const bool more = next < args.rows;
@@ -69,8 +74,7 @@ __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant
     target = more ? target_of(args, next) : -1;
     const bool skip = row.target < 0;
     const float z_target = threadIdx.x < kLanes && !skip ? target_logit(row) : 0.f;
-    while (!ptx::mbarrier_try_wait_parity(&arrived, parity)) {
-    }
+    ptx::mbarrier_wait(&arrived, parity);
     parity ^= 1;
     if (skip) {
       __syncthreads();
@@ -101,23 +105,25 @@ __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant
 
     const Partial block = combine_block<kThreads>(mine, slots);  // its barrier: the slice is in registers
     if (more && threadIdx.x == kLanes) fetch(next);
-    if (threadIdx.x < count) {
-      Partial* mailbox = &blocks[buffer][rank];
-      ptx::st_shared_cluster(&mailbox->max, threadIdx.x, block.max);
-      ptx::st_shared_cluster(&mailbox->sum, threadIdx.x, block.sum);
-      ptx::st_shared_cluster(&mailbox->weighted, threadIdx.x, block.weighted);
-    }
-    __syncwarp();  // the barrier is for whole warps
-    ptx::barrier_cluster_arrive();
-    ptx::barrier_cluster_wait();
     if (threadIdx.x < kLanes) {
+      const unsigned buffer = exchange % 2;
+      if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(&exchanged[buffer], count * sizeof(float4));
+      if (threadIdx.x < count) {
+        // The target's logit goes along so that its load, too, is over before any block writes over the row.
+        const float4 mail{block.max, block.sum, block.weighted, z_target};
+        ptx::st_async(&partials[buffer][rank], mail, &exchanged[buffer], threadIdx.x);
+      }
+      ptx::mbarrier_wait(&exchanged[buffer], exchange / 2 % 2);
       Partial all;
-      if (threadIdx.x < count) all = blocks[buffer][threadIdx.x];
+      if (threadIdx.x < count) {
+        const float4 mail = partials[buffer][threadIdx.x];
+        all = {mail.x, mail.y, mail.z};
+      }
       RowScalars scalars = finish_row(args, index, combine_lanes(all), z_target, rank == 0 && threadIdx.x == 0);
       apply_scale(args, z_target, scalars);
       if (threadIdx.x == 0) shared = scalars;
     }
-    buffer ^= 1;
+    ++exchange;
     __syncthreads();
 
     const RowScalars scalars = shared;
