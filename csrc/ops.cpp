@@ -1,6 +1,6 @@
 // The library's ops in torch, over the stable ABI: schemas, argument checks, and the call of the launcher. No mathematics.
 //
-// Every op writes into tensors it is given. A tensor of [rows, V] has its rows a multiple of 4 elements apart and 16-byte
+// Every op writes into tensors it is given. In the row ops, a tensor of [rows, V] has its rows a multiple of 4 elements apart and 16-byte
 // aligned, with room for V rounded up to 4 in each. fastgrpo/kernels/cuda.py calls them.
 #include <cstdint>
 #include <optional>
@@ -14,6 +14,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "cuda/row_args.h"
+#include "cuda/scale.h"
 
 // libtorch_cuda has it, which is there whenever a tensor is on a CUDA device; a CPU-only torch loads this library too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
@@ -96,6 +97,21 @@ struct Check {
     return static_cast<float*>(tensor->data_ptr());
   }
 };
+
+void require_success(const char* op, int status) {
+  const auto error = static_cast<cudaError_t>(status);
+  if (error != cudaSuccess) fail(op, ": ", cudaGetErrorName(error), ": ", cudaGetErrorString(error), ".");
+}
+
+// The current stream of a device, which becomes the current one in this library's own CUDA runtime; a guard has set torch's.
+void* stream_of(const char* op, int device) {
+  require_success(op, cudaSetDevice(device));
+  void* stream = nullptr;
+  if (aoti_torch_get_current_cuda_stream(device, &stream) != AOTI_TORCH_SUCCESS) {
+    fail(op, ": torch gives no current stream for cuda:", device, ".");
+  }
+  return stream;
+}
 
 struct Range {
   const char *begin, *end;
@@ -209,24 +225,15 @@ struct Call {
   void launch() {
     const int device = logits.get_device_index();
     const torch::stable::accelerator::DeviceGuard guard(device);
-    // This library has a CUDA runtime of its own; the guard set the device of torch's.
-    cudaError_t status = cudaSetDevice(device);
-    void* stream = nullptr;
-    if (aoti_torch_get_current_cuda_stream(device, &stream) != AOTI_TORCH_SUCCESS) {
-      fail(check.op, ": torch gives no current stream for cuda:", device, ".");
+    void* stream = stream_of(check.op, device);
+    const bool once = args.grad != nullptr && args.coefficients != Coefficients::given;
+    if (once && fastgrpo_row_cluster_serves(args.columns, device)) {
+      return require_success(check.op, fastgrpo_row_cluster(&args, stream));
     }
-    if (status == cudaSuccess) {
-      const bool once = args.grad != nullptr && args.coefficients != Coefficients::given;
-      if (once && fastgrpo_row_cluster_serves(args.columns, device)) {
-        status = static_cast<cudaError_t>(fastgrpo_row_cluster(&args, stream));
-      } else {
-        if (in_place_second) {
-          fail(check.op, ": entropy_grad lies over logits, which this card must read twice; give it memory of its own.");
-        }
-        status = static_cast<cudaError_t>(fastgrpo_row_streamed(&args, stream));
-      }
+    if (in_place_second) {
+      fail(check.op, ": entropy_grad lies over logits, which this card must read twice; give it memory of its own.");
     }
-    if (status != cudaSuccess) fail(check.op, ": ", cudaGetErrorName(status), ": ", cudaGetErrorString(status), ".");
+    require_success(check.op, fastgrpo_row_streamed(&args, stream));
   }
 };
 
@@ -283,6 +290,67 @@ void row_grad(const Tensor& logits, const Tensor& targets, const OptionalTensor&
   call.launch();
 }
 
+GradDtype grad_dtype_of(const char* op, const Tensor& out) {
+  const ScalarType type = out.scalar_type();
+  if (type != ScalarType::BFloat16 && type != ScalarType::Half) {
+    fail(op, ": out is ", name_of(type), "; it must be torch.bfloat16 or torch.float16.");
+  }
+  return type == ScalarType::Half ? GradDtype::float16 : GradDtype::bfloat16;
+}
+
+// Contiguous, on the device of `out`, of a dtype and a number of elements.
+void* flat(const char* op, const Tensor& out, const char* name, const Tensor& tensor, ScalarType type, int64_t count) {
+  if (!tensor.is_cuda() || tensor.get_device_index() != out.get_device_index()) {
+    fail(op, ": ", name, " is not on the device of out; move it there.");
+  }
+  if (tensor.scalar_type() != type || tensor.numel() != count || !tensor.is_contiguous()) {
+    fail(op, ": ", name, " is ", name_of(tensor.scalar_type()), " of shape ", shape_of(tensor), "; it must be contiguous ",
+         name_of(type), " with ", count, " elements.");
+  }
+  return tensor.data_ptr();
+}
+
+void scale_round(const Tensor& values, const Tensor& factor, const Tensor& out) {
+  const char* op = "scale_round";
+  if (!out.is_cuda()) fail(op, ": out is not on a CUDA device; this op has CUDA kernels only.");
+  const GradDtype dtype = grad_dtype_of(op, out);
+  const int device = out.get_device_index();
+  const auto* from = static_cast<const float*>(flat(op, out, "values", values, ScalarType::Float, out.numel()));
+  const auto* by = static_cast<const float*>(flat(op, out, "factor", factor, ScalarType::Float, 1));
+  void* into = flat(op, out, "out", out, out.scalar_type(), out.numel());
+  if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(into)) % 16 != 0) {
+    fail(op, ": values and out must start at a multiple of 16 bytes.");
+  }
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = stream_of(op, device);
+  require_success(op, fastgrpo_scale_round(from, by, into, dtype, out.numel(), stream));
+}
+
+void weigh_slopes(const OptionalTensor& grad_logprobs, const Tensor& logprob_slope, const OptionalTensor& grad_entropy,
+                  const OptionalTensor& entropy_slope, const Tensor& targets, int64_t vocabulary, const Tensor& out) {
+  const char* op = "weigh_slopes";
+  if (!out.is_cuda()) fail(op, ": out is not on a CUDA device; this op has CUDA kernels only.");
+  if (out.dim() != 2) fail(op, ": out has shape ", shape_of(out), "; it must be [rows, width].");
+  const GradDtype dtype = grad_dtype_of(op, out);
+  const int device = out.get_device_index();
+  const int64_t rows = out.size(0), width = out.size(1);
+  if (rows >= (int64_t{1} << 31) || width >= (int64_t{1} << 31)) fail(op, ": out has shape ", shape_of(out), ", which is too large.");
+  const auto values = [&](const char* name, const OptionalTensor& tensor, int64_t count) {
+    return tensor.has_value() ? static_cast<const float*>(flat(op, out, name, *tensor, ScalarType::Float, count)) : nullptr;
+  };
+  const float* g = values("grad_logprobs", grad_logprobs, rows);
+  const float* u = values("logprob_slope", logprob_slope, rows * width);
+  const float* h = values("grad_entropy", grad_entropy, rows);
+  const float* v = values("entropy_slope", entropy_slope, rows * width);
+  if (h != nullptr && v == nullptr) fail(op, ": grad_entropy is given, so entropy_slope must be.");
+  const auto* ids = static_cast<const int64_t*>(flat(op, out, "targets", targets, ScalarType::Long, rows));
+  void* into = flat(op, out, "out", out, out.scalar_type(), out.numel());
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = stream_of(op, device);
+  require_success(op, fastgrpo_weigh_slopes(g, u, h, v, ids, vocabulary, into, dtype, static_cast<int>(rows),
+                                            static_cast<int>(width), stream));
+}
+
 }  // namespace
 }  // namespace fastgrpo
 
@@ -301,6 +369,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastgrpo, m) {
       "row_grad(Tensor(a!) logits, Tensor targets, Tensor? bias, float temperature, float logit_scale, float? softcap, "
       "Tensor logprobs, Tensor lse, Tensor? entropy, Tensor? grad_logprobs, Tensor? grad_entropy, Tensor(b!) grad, "
       "float grad_scale) -> ()");
+  m.def("scale_round(Tensor values, Tensor factor, Tensor(a!) out) -> ()");
+  m.def(
+      "weigh_slopes(Tensor? grad_logprobs, Tensor logprob_slope, Tensor? grad_entropy, Tensor? entropy_slope, "
+      "Tensor targets, int vocabulary, Tensor(a!) out) -> ()");
 }
 
 // For every device, so that a tensor on the wrong one meets the checks above.
@@ -308,4 +380,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastgrpo, CompositeExplicitAutograd, m) {
   m.impl("row_pass", TORCH_BOX(&fastgrpo::row_pass));
   m.impl("row_objective", TORCH_BOX(&fastgrpo::row_objective));
   m.impl("row_grad", TORCH_BOX(&fastgrpo::row_grad));
+  m.impl("scale_round", TORCH_BOX(&fastgrpo::scale_round));
+  m.impl("weigh_slopes", TORCH_BOX(&fastgrpo::weigh_slopes));
 }

@@ -190,13 +190,9 @@ def scale_slopes_op(
     Returns:
         `[N, H]`.
     """
-    ignored = (targets < 0) | (targets >= vocabulary)
-    total = torch.zeros_like(logprob_slope)
-    for grad, slope in ((grad_logprobs, logprob_slope), (grad_entropy, entropy_slope)):
-        if grad is not None:
-            nothing = (ignored | (grad == 0)).unsqueeze(1)
-            total += (grad.unsqueeze(1) * slope).masked_fill_(nothing, 0.0)
-    return total.to(dtype)
+    return _rounding_kernels(logprob_slope, dtype).weigh_slopes(
+        grad_logprobs, grad_entropy, targets, logprob_slope, entropy_slope, vocabulary, dtype
+    )
 
 
 @scale_slopes_op.register_fake
@@ -302,8 +298,8 @@ linear_logprob_backward_op.register_autograd(_refuse_second_derivatives)
 
 @torch.library.custom_op("fastgrpo::scale_gradient", mutates_args=())
 def scale_gradient_op(grad_loss: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """`grad_loss * grad` in `dtype`: what an input of `fastgrpo::linear_grpo` receives; rounded once, as it is written."""
-    return torch.mul(grad, grad_loss, out=torch.empty_like(grad, dtype=dtype))
+    """`grad_loss * grad` in `dtype`: what an input of `fastgrpo::linear_grpo` receives."""
+    return _rounding_kernels(grad, dtype).scale(grad, grad_loss, dtype)
 
 
 @scale_gradient_op.register_fake
@@ -554,6 +550,11 @@ class _HeadGradients:
             return self.grad_hidden, grad_weight, self.grad_bias
         bias_dtype = self.weight.dtype if self.bias is None else self.bias.dtype
         return self.grad_hidden, grad_weight.to(self.weight.dtype), self.grad_bias.to(bias_dtype)
+
+
+def _rounding_kernels(values: Tensor, dtype: torch.dtype) -> ModuleType:
+    """What rounds fp32 `values` to `dtype`."""
+    return head_kernels(values.device, dtype if values.dtype == torch.float32 else values.dtype, trains=False)
 
 
 def _zeros_if(wanted: bool, like: Tensor, shape, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,17 @@ __device__ __forceinline__ float ex2(float x) {
 #endif
 }
 
+// The larger, or NaN where one of them is.
+__device__ __forceinline__ float max_nan(float x, float y) {
+#if !defined(__HIPCC__) && __CUDA_ARCH__ >= 800
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+#else
+  return x < y ? y : x;  // a NaN x stays
+#endif
+}
+
 // 16 bytes that are read once: they leave the caches first.
 __device__ __forceinline__ float4 ld_streaming(const float4* address) {
 #if defined(__HIPCC__)

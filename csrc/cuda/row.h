@@ -6,8 +6,9 @@
 //     = g (1 - p_t) - h p_t (log p_t + entropy) for j = t, with 1 - p_t = -expm1(logprob)
 //   times 1 - tanh^2 of a softcap.
 //
-// e_j is 2^((z_j - shift) log2 e): the difference of two near logits is exact, so its error is 2^-24 |z_j - shift|, with
-// 2 units in the last place from ex2.
+// e_j is 2^d_j with d_j = z_j log2 e - shift log2 e from one fused multiply-add: only shift log2 e is rounded before, alike for
+// every j, which costs log probs 2^-24 |shift|; ex2 adds 2 units in the last place. Sums weighted with d_j, and b, are in
+// units of log 2.
 #pragma once
 
 #include <cmath>
@@ -28,8 +29,10 @@ namespace fastgrpo {
 
 constexpr int kLanes = 32;
 constexpr float kLog2e = 1.4426950408889634f;
-// exp() of this is 0, and its product with 0 is 0, which -inf's is not.
+constexpr float kLog2 = 0.6931471805599453f;
+// exp() of these is 0, and their product with 0 is 0, which -inf's is not. The second stands in for logits of -inf.
 constexpr float kExpIsZero = -1.0e5f;
+constexpr float kNoLogit = -1.0e30f;
 
 using Partial = SoftmaxPartial<float>;
 
@@ -48,6 +51,8 @@ struct Row {
   const float* bias;
   int columns;
   int target;
+  int target_vector;   // that holds the target
+  int tail_vector;     // that the end of the row cuts, or -1
   float scale;         // without a softcap: logit_scale / temperature
   float inner, outer;  // with one: logit = outer tanh(inner z)
   bool softcap;
@@ -68,6 +73,8 @@ __device__ __forceinline__ Row make_row(const RowArgs& args, long long row, int 
           args.bias,
           args.columns,
           target,
+          target / 4,
+          args.columns % 4 != 0 ? args.columns / 4 : -1,
           args.logit_scale / args.temperature,
           softcap ? args.logit_scale / args.softcap : 0.f,
           softcap ? args.softcap / args.temperature : 0.f,
@@ -78,7 +85,9 @@ __device__ __forceinline__ float4 load(const Row& row, int vector) {
   return ptx::ld_streaming(reinterpret_cast<const float4*>(row.logits) + vector);
 }
 
-// Products to logits in place, with -inf for the target, which stays out of the sums, and behind the end of the row.
+__device__ __forceinline__ float4 no_logits() { return {kNoLogit, kNoLogit, kNoLogit, kNoLogit}; }
+
+// Products to logits in place, with no logit for the target, which stays out of the sums, and behind the end of the row.
 __device__ __forceinline__ void to_logits(const Row& row, int vector, float4& z) {
   if (row.bias != nullptr) {
     const float4 bias = reinterpret_cast<const float4*>(row.bias)[vector];
@@ -90,12 +99,14 @@ __device__ __forceinline__ void to_logits(const Row& row, int vector, float4& z)
   } else {
     z.x *= row.scale, z.y *= row.scale, z.z *= row.scale, z.w *= row.scale;
   }
-  const int first = 4 * vector;
-  if (vector == row.target / 4 || first + 4 > row.columns) {
-    if (first == row.target) z.x = -kInfinity<float>;
-    if (first + 1 == row.target || first + 1 >= row.columns) z.y = -kInfinity<float>;
-    if (first + 2 == row.target || first + 2 >= row.columns) z.z = -kInfinity<float>;
-    if (first + 3 == row.target || first + 3 >= row.columns) z.w = -kInfinity<float>;
+  z.x = ptx::max_nan(z.x, kNoLogit), z.y = ptx::max_nan(z.y, kNoLogit);
+  z.z = ptx::max_nan(z.z, kNoLogit), z.w = ptx::max_nan(z.w, kNoLogit);
+  if (vector == row.target_vector || vector == row.tail_vector) {
+    const int first = 4 * vector;
+    if (first == row.target) z.x = kNoLogit;
+    if (first + 1 == row.target || first + 1 >= row.columns) z.y = kNoLogit;
+    if (first + 2 == row.target || first + 2 >= row.columns) z.z = kNoLogit;
+    if (first + 3 == row.target || first + 3 >= row.columns) z.w = kNoLogit;
   }
 }
 
@@ -108,25 +119,29 @@ __device__ __forceinline__ float target_logit(const Row& row) {
 
 __device__ __forceinline__ float max4(const float4& z) { return fmaxf(fmaxf(z.x, z.y), fmaxf(z.z, z.w)); }
 
-__device__ __forceinline__ float exp_of(float difference) { return ptx::ex2(difference * kLog2e); }
+// d_j, see above; `shift2` is shift log2 e.
+__device__ __forceinline__ float difference2(float z, float shift2) { return fmaf(z, kLog2e, -shift2); }
 
-// Adds four logits to sums relative to `shift`. A NaN reaches the sum; -inf adds nothing.
-__device__ __forceinline__ void add(float z, float shift, float& sum, float& weighted) {
-  const float difference = z - shift;
-  const float e = exp_of(difference);
+// Adds a logit to sums relative to the shift. A NaN reaches the sum; no logit adds nothing.
+__device__ __forceinline__ void add(float z, float shift2, float& sum, float& weighted2) {
+  const float difference = difference2(z, shift2);
+  const float e = ptx::ex2(difference);
   sum += e;
-  weighted = fmaf(e, fmaxf(difference, kExpIsZero), weighted);
+  weighted2 = fmaf(e, difference, weighted2);
 }
 
-__device__ __forceinline__ void add4(const float4& z, float shift, float& sum, float& weighted) {
-  add(z.x, shift, sum, weighted);
-  add(z.y, shift, sum, weighted);
-  add(z.z, shift, sum, weighted);
-  add(z.w, shift, sum, weighted);
+__device__ __forceinline__ void add4(const float4& z, float shift2, float& sum, float& weighted2) {
+  add(z.x, shift2, sum, weighted2);
+  add(z.y, shift2, sum, weighted2);
+  add(z.z, shift2, sum, weighted2);
+  add(z.w, shift2, sum, weighted2);
 }
 
-// What to subtract where `max` is the largest logit so far.
-__device__ __forceinline__ float finite_shift(float max) { return max == -kInfinity<float> ? 0.f : max; }
+// A partial from the largest of some logits and their sums; empty where there was no logit among them.
+__device__ __forceinline__ Partial make_partial(float max, float sum, float weighted2) {
+  if (max > kNoLogit) return {max, sum, weighted2 * kLog2};
+  return {-kInfinity<float>, sum - sum, sum - sum};  // 0, or NaN where every logit was NaN
+}
 
 // The partial of the union of 32 lanes' partials, the same bits in every lane.
 __device__ __forceinline__ Partial combine_lanes(Partial partial) {
@@ -161,7 +176,7 @@ struct Slope {
 };
 
 struct RowScalars {
-  float shift;
+  float shift2;
   Slope first, second;
 };
 
@@ -172,7 +187,7 @@ __device__ __forceinline__ Slope slope_of(float g, float h, float logprob, float
     const float log_p = fmaxf(logprob, kExpIsZero);
     at_target -= h * expf(log_p) * (log_p + entropy);
   }
-  return {-(g + h * (entropy - log_total)) * inverse, -h * inverse, at_target};
+  return {-(g + h * (entropy - log_total)) * inverse, -h * inverse * kLog2, at_target};
 }
 
 __device__ __forceinline__ float at(const float* values, long long row, float missing) {
@@ -181,7 +196,7 @@ __device__ __forceinline__ float at(const float* values, long long row, float mi
 
 __device__ __forceinline__ RowScalars given_scalars(const RowArgs& args, long long row) {
   const float g = at(args.grad_logprobs, row, 0.f), h = at(args.grad_entropy, row, 0.f);
-  return {args.lse[row], slope_of(g, h, args.logprobs[row], at(args.entropy, row, 0.f), 1.f, 0.f), {}};
+  return {args.lse[row] * kLog2e, slope_of(g, h, args.logprobs[row], at(args.entropy, row, 0.f), 1.f, 0.f), {}};
 }
 
 // Writes the statistics of a row (`writer`: by one thread) and returns what its gradients need.
@@ -194,7 +209,7 @@ __device__ __forceinline__ RowScalars finish_row(const RowArgs& args, long long 
     args.lse[row] = result.lse;
     if (args.entropy != nullptr) args.entropy[row] = result.entropy;
   }
-  RowScalars scalars{all.max, {}, {}};
+  RowScalars scalars{all.max * kLog2e, {}, {}};
   if (args.grad == nullptr) return scalars;
   float g = 1.f, h = 0.f;
   if (args.coefficients == Coefficients::objective) {
@@ -246,9 +261,9 @@ struct Grad16<GradDtype::float16> {
   }
 };
 
-__device__ __forceinline__ float gradient(float z, float shift, const Slope& slope) {
-  const float difference = z - shift;
-  return exp_of(difference) * fmaf(slope.b, fmaxf(difference, kExpIsZero), slope.a);
+__device__ __forceinline__ float gradient(float z, float shift2, const Slope& slope) {
+  const float difference = difference2(z, shift2);
+  return ptx::ex2(difference) * fmaf(slope.b, difference, slope.a);
 }
 
 __device__ __forceinline__ float softcap_slope(float z, float inverse_outer) {
@@ -256,13 +271,13 @@ __device__ __forceinline__ float softcap_slope(float z, float inverse_outer) {
   return 1.f - relative * relative;
 }
 
-// `inverse_outer`: temperature / softcap, 0 without one.
-template <GradDtype kDtype>
-__device__ __forceinline__ void store4(void* grads, int vector, const float4& z, float shift, const Slope& slope,
+// `inverse_outer`: temperature / softcap.
+template <GradDtype kDtype, bool kSoftcap>
+__device__ __forceinline__ void store4(void* grads, int vector, const float4& z, float shift2, const Slope& slope,
                                        float inverse_outer) {
-  float4 value{gradient(z.x, shift, slope), gradient(z.y, shift, slope), gradient(z.z, shift, slope),
-               gradient(z.w, shift, slope)};
-  if (inverse_outer != 0.f) {
+  float4 value{gradient(z.x, shift2, slope), gradient(z.y, shift2, slope), gradient(z.z, shift2, slope),
+               gradient(z.w, shift2, slope)};
+  if (kSoftcap) {
     value.x *= softcap_slope(z.x, inverse_outer), value.y *= softcap_slope(z.y, inverse_outer);
     value.z *= softcap_slope(z.z, inverse_outer), value.w *= softcap_slope(z.w, inverse_outer);
   }

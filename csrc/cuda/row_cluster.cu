@@ -13,6 +13,7 @@
 // 8 KiB a vector (at most 80) for the slice on its way, and as much for each that waits. Serves rows up to
 // 16 x kThreads x 4 kMaxVectors = 327,680 logits.
 #include <atomic>
+#include <type_traits>
 
 #include "../export.h"
 #include "row.h"
@@ -84,26 +85,26 @@ __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant
     }
 
     float4 z[kVectors];
-    Partial mine;
+    float max = kNoLogit, sum = 0.f, weighted2 = 0.f;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int place = k * kThreads + threadIdx.x;
-      const float nothing = -kInfinity<float>;
-      z[k] = float4{nothing, nothing, nothing, nothing};
+      z[k] = no_logits();
       if (place < own) {
         z[k] = fetched[place];
         to_logits(row, begin + place, z[k]);
       }
-      mine.max = fmaxf(mine.max, max4(z[k]));
+      max = fmaxf(max, max4(z[k]));
     }
-    const float own_shift = finite_shift(mine.max);
+    // Where there is no logit, anything but kNoLogit itself makes their exp 0.
+    const float own_shift2 = max > kNoLogit ? max * kLog2e : 0.f;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      add4(z[k], own_shift, mine.sum, mine.weighted);
+      add4(z[k], own_shift2, sum, weighted2);
       if (k >= kHeld) waiting[(k - kHeld) * kThreads + threadIdx.x] = z[k];
     }
 
-    const Partial block = combine_block<kThreads>(mine, slots);  // its barrier: the slice is in registers
+    const Partial block = combine_block<kThreads>(make_partial(max, sum, weighted2), slots);  // its barrier: the slice is in registers
     if (more && threadIdx.x == kLanes) fetch(next);
     if (threadIdx.x < kLanes) {
       const unsigned buffer = exchange % 2;
@@ -127,19 +128,27 @@ __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant
     __syncthreads();
 
     const RowScalars scalars = shared;
-    const float inverse_outer = row.softcap ? args.temperature / args.softcap : 0.f;
     auto* grads = grad_row<kDtype>(args.grad, args.grad_pitch, index);
     auto* second = kSecond ? grad_row<kDtype>(args.second_grad, args.second_pitch, index) : nullptr;
+    const auto store = [&](auto softcap) {
+      constexpr bool kSoftcap = decltype(softcap)::value;
+      const float inverse_outer = kSoftcap ? args.temperature / args.softcap : 0.f;
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int place = k * kThreads + threadIdx.x;
-      if (place >= own) break;
-      const float4 logits = k < kHeld ? z[k] : waiting[(k - kHeld) * kThreads + threadIdx.x];
-      store4<kDtype>(grads, begin + place, logits, scalars.shift, scalars.first, inverse_outer);
-      if (kSecond) store4<kDtype>(second, begin + place, logits, scalars.shift, scalars.second, inverse_outer);
+      for (int k = 0; k < kVectors; ++k) {
+        const int place = k * kThreads + threadIdx.x;
+        if (place >= own) break;
+        const float4 logits = k < kHeld ? z[k] : waiting[(k - kHeld) * kThreads + threadIdx.x];
+        store4<kDtype, kSoftcap>(grads, begin + place, logits, scalars.shift2, scalars.first, inverse_outer);
+        if (kSecond) store4<kDtype, kSoftcap>(second, begin + place, logits, scalars.shift2, scalars.second, inverse_outer);
+      }
+    };
+    if (row.softcap) {
+      store(std::true_type{});
+    } else {
+      store(std::false_type{});
     }
     // By the thread that stored the target's vector, behind that store.
-    const int place = row.target / 4 - begin;
+    const int place = row.target_vector - begin;
     if (place >= 0 && place < own && place % kThreads == static_cast<int>(threadIdx.x)) {
       grads[row.target] = Grad16<kDtype>::round(scalars.first.at_target);
       if (kSecond) second[row.target] = Grad16<kDtype>::round(scalars.second.at_target);

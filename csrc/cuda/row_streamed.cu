@@ -14,7 +14,7 @@ namespace fastgrpo {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kVectors = 3;
+constexpr int kVectors = 2;
 constexpr int kRound = kThreads * kVectors;
 
 struct Round {
@@ -26,8 +26,7 @@ __device__ __forceinline__ Round load_round(const Row& row, int first, int vecto
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const int vector = first + k * kThreads;
-    const float nothing = -kInfinity<float>;
-    round.z[k] = vector < vectors ? load(row, vector) : float4{nothing, nothing, nothing, nothing};
+    round.z[k] = vector < vectors ? load(row, vector) : no_logits();
   }
   return round;
 }
@@ -42,29 +41,33 @@ __device__ __forceinline__ void to_logits(const Row& row, int first, int vectors
 
 __device__ __forceinline__ Partial row_partial(const Row& row) {
   const int vectors = row.vectors();
-  Partial partial;
+  float max = kNoLogit, sum = 0.f, weighted2 = 0.f;
   Round next = load_round(row, threadIdx.x, vectors);
   for (int first = threadIdx.x; first < vectors; first += kRound) {
     Round round = next;
     next = load_round(row, first + kRound, vectors);
     to_logits(row, first, vectors, round);
-    float max = partial.max;
+    float larger = max;
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) max = fmaxf(max, max4(round.z[k]));
-    if (max > partial.max) partial = rescale(partial, max);
-    const float shift = finite_shift(max);
+    for (int k = 0; k < kVectors; ++k) larger = fmaxf(larger, max4(round.z[k]));
+    if (larger > max) {
+      const Partial moved = rescale(make_partial(max, sum, weighted2), larger);
+      max = larger, sum = moved.sum, weighted2 = moved.weighted * kLog2e;
+    }
+    // Where there was no logit yet, anything but kNoLogit itself makes their exp 0.
+    const float shift2 = max > kNoLogit ? max * kLog2e : 0.f;
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) add4(round.z[k], shift, partial.sum, partial.weighted);
+    for (int k = 0; k < kVectors; ++k) add4(round.z[k], shift2, sum, weighted2);
   }
-  return partial;
+  return make_partial(max, sum, weighted2);
 }
 
-template <GradDtype kDtype>
+template <GradDtype kDtype, bool kSoftcap>
 __device__ __forceinline__ void write_gradients(const RowArgs& args, const Row& row, long long index,
                                                 const RowScalars& scalars) {
   auto* grads = grad_row<kDtype>(args.grad, args.grad_pitch, index);
   auto* second = args.second_grad == nullptr ? nullptr : grad_row<kDtype>(args.second_grad, args.second_pitch, index);
-  const float inverse_outer = row.softcap ? args.temperature / args.softcap : 0.f;
+  const float inverse_outer = kSoftcap ? args.temperature / args.softcap : 0.f;
   const int vectors = row.vectors();
   Round next = load_round(row, threadIdx.x, vectors);
   for (int start = 0; start < vectors; start += kRound) {
@@ -77,9 +80,11 @@ __device__ __forceinline__ void write_gradients(const RowArgs& args, const Row& 
     for (int k = 0; k < kVectors; ++k) {
       const int vector = first + k * kThreads;
       if (vector >= vectors) break;
-      store4<kDtype>(grads, vector, round.z[k], scalars.shift, scalars.first, inverse_outer);
-      if (second != nullptr) store4<kDtype>(second, vector, round.z[k], scalars.shift, scalars.second, inverse_outer);
-      if (vector == row.target / 4) {
+      store4<kDtype, kSoftcap>(grads, vector, round.z[k], scalars.shift2, scalars.first, inverse_outer);
+      if (second != nullptr) {
+        store4<kDtype, kSoftcap>(second, vector, round.z[k], scalars.shift2, scalars.second, inverse_outer);
+      }
+      if (vector == row.target_vector) {
         grads[row.target] = Grad16<kDtype>::round(scalars.first.at_target);
         if (second != nullptr) second[row.target] = Grad16<kDtype>::round(scalars.second.at_target);
       }
@@ -106,7 +111,8 @@ __global__ void __launch_bounds__(kThreads, 2) row_streamed(const __grid_constan
   }
   if (args.grad == nullptr) return;
   __syncthreads();
-  write_gradients<kDtype>(args, row, index, shared);
+  if (row.softcap) return write_gradients<kDtype, true>(args, row, index, shared);
+  write_gradients<kDtype, false>(args, row, index, shared);
 }
 
 }  // namespace

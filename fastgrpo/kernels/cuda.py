@@ -214,6 +214,34 @@ def bias_grad(grad: Tensor, operands: CudaOperands) -> Tensor:
     return total if operands.scale == 1.0 else total.mul_(1.0 / operands.scale)
 
 
+def scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `reference.scale`, to 16 bit."""
+    out = torch.empty_like(grad, dtype=dtype)
+    torch.ops.fastgrpo.scale_round(grad, factor.to(grad.dtype), out)
+    return out
+
+
+def weigh_slopes(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    targets: Tensor,
+    logprob_slope: Tensor,
+    entropy_slope: Tensor,
+    vocabulary: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As `reference.weigh_slopes`, to 16 bit."""
+    grads = (
+        None if grad is None else grad.to(logprob_slope.dtype).contiguous() for grad in (grad_logprobs, grad_entropy)
+    )
+    first, second = grads
+    out = torch.empty_like(logprob_slope, dtype=dtype)
+    torch.ops.fastgrpo.weigh_slopes(
+        first, logprob_slope, second, None if second is None else entropy_slope, targets.contiguous(), vocabulary, out
+    )
+    return out
+
+
 def _statistics(products: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     logprobs, lse = products.new_empty(2, len(products))
     return logprobs, lse, products.new_empty(len(products)) if with_entropy else None

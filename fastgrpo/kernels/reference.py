@@ -340,6 +340,30 @@ def bias_grad(grad: Tensor, operands: Operands) -> Tensor:
     return grad.sum(0)
 
 
+def scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`factor * grad` in `dtype`; `factor` is 0-d."""
+    return (factor * grad).to(dtype, copy=True)
+
+
+def weigh_slopes(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    targets: Tensor,
+    logprob_slope: Tensor,
+    entropy_slope: Tensor,
+    vocabulary: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The slopes `[N, H]` times the incoming gradients `[N]`, exactly 0 where those are and for ignored targets."""
+    ignored = (targets < 0) | (targets >= vocabulary)
+    total = torch.zeros_like(logprob_slope)
+    for grad, slope in ((grad_logprobs, logprob_slope), (grad_entropy, entropy_slope)):
+        if grad is not None:
+            nothing = (ignored | (grad == 0)).unsqueeze(1)
+            total += (grad.unsqueeze(1) * slope).masked_fill_(nothing, 0.0)
+    return total.to(dtype)
+
+
 def _sums_in_float32(operand: Tensor, compute_dtype: torch.dtype) -> bool:
     """Whether torch multiplies these operands as they are and keeps the 32-bit sums."""
     return operand.is_cuda and compute_dtype in (torch.bfloat16, torch.float16)

@@ -70,6 +70,9 @@ def test_equals_float64(count, width, vocabulary, dtype, frozen):
         found = torch.autograd.grad(ours, inputs, grad, retain_graph=True)
         wanted = torch.autograd.grad(true, exact_inputs, grad.double(), retain_graph=True)
         for value, truth in zip(found, wanted, strict=True):
+            if vocabulary == 1:
+                assert value.abs().max() <= 1e-4
+                continue
             assert relative_error(value, truth) <= 3e-3
             assert worst_row_error(value, truth) <= 2e-2
 

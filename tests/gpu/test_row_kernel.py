@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from row_kernels import launch, over, padded, pitch_of, poisoned
 from torch import Tensor
 
-from fastgrpo.kernels import reference
+from fastgrpo.kernels import cuda, reference
 from fastgrpo.kernels.library import OPS, library_info, load_library, row_is_read_once
 from fastgrpo.objective import LOSS_TYPES, Objective, token_grad
 from fastgrpo.ops import objective_constants
@@ -371,6 +371,35 @@ def test_the_reference_gives_the_same_gradients():
     assert_gradient(grads[1], wanted.entropy_grad.double(), "v")
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("shape", [(0,), (1,), (3,), (1000, 333), (4096, 5120)])
+def test_scaling_rounds_once(dtype, shape):
+    values, factor = torch.randn(shape, device="cuda"), torch.tensor(0.37, device="cuda")
+    out = torch.full(shape, math.nan, device="cuda", dtype=dtype)
+    torch.ops.fastgrpo.scale_round(values, factor, out)
+    assert torch.equal(out, (values * factor).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("with_logprobs", "with_entropy"), [(True, False), (False, True), (True, True), (False, False)]
+)
+@pytest.mark.parametrize("width", [1, 100, 896])
+def test_weighing_slopes_equals_the_reference_and_leaves_out_rows_without_weight(with_logprobs, with_entropy, width):
+    slopes = [torch.randn(50, width, device="cuda") for _ in range(2)]
+    g, h = (torch.randn(50, device="cuda") if wanted else None for wanted in (with_logprobs, with_entropy))
+    targets = torch.randint(-1, 100, (50,), device="cuda")
+    targets[5] = -100
+    for values in (g, h):
+        if values is not None:
+            values[7] = 0.0
+            values[5] = math.nan
+    slopes[0][7] = slopes[1][7] = slopes[0][5] = math.nan
+    arguments = g, h, targets, *slopes, 99, BF16
+    found, wanted = cuda.weigh_slopes(*arguments), reference.weigh_slopes(*arguments)
+    assert found.isfinite().all()
+    assert (found.float() - wanted.float()).abs().max() <= 2**-7 * wanted.float().abs().max()
+
+
 def test_no_rows_are_no_work():
     logits = torch.empty(0, 64, device="cuda")
     row_pass(logits, torch.empty(0, dtype=torch.long, device="cuda"), torch.empty(0, 64, device="cuda", dtype=BF16))
@@ -429,6 +458,11 @@ def test_ops_pass_opcheck():
             *head, *values, None, None, None, None, None, 3, 0.2, 0.2, math.inf, 0.0, True, 1.0, 1.05, grad, 1.0,
         ),
         "row_grad": (*head, values[0], None, grad, 1.0),
+        "scale_round": (out[0], values[0][0], torch.empty(4, device="cuda", dtype=BF16)),
+        "weigh_slopes": (
+            values[0], torch.rand(4, 8, device="cuda"), None, None, targets, 100,
+            torch.empty(4, 8, device="cuda", dtype=BF16),
+        ),
     }  # fmt: skip
     for name in OPS:
         torch.library.opcheck(getattr(torch.ops.fastgrpo, name).default, arguments[name])
