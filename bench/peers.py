@@ -49,6 +49,11 @@ class Problem:
         return self.targets != -100
 
     @cached_property
+    def all_scored(self) -> bool:
+        """Whether every position is."""
+        return bool(self.scored.all())
+
+    @cached_property
     def rows(self) -> Tensor:
         """`[N, H]`: the hidden states that are scored."""
         return self.hidden[self.scored]
@@ -189,7 +194,7 @@ def _scorer(score: Score, compact: bool) -> Callable[[Problem, str], Output]:
             hidden, targets = problem.hidden.flatten(0, 1), problem.targets.flatten()
         hidden = hidden.detach().requires_grad_(with_grad)
         weight = problem.weight.detach().requires_grad_(task == "trained")
-        keep = ... if compact else problem.scored.flatten()
+        keep = ... if compact or problem.all_scored else problem.scored.flatten()
         with torch.set_grad_enabled(with_grad):
             logprobs, entropy = score(hidden, weight, targets, task)
             logprobs = logprobs[keep]

@@ -66,7 +66,7 @@ def linear_logprob_op(
         operands = kernels.prepare(
             weight, bias, transform, compute_dtype, dtype, chunk_rows, rows.numel(), collect=False
         )
-        for index in _split(rows, operands.chunk_rows):
+        for index in _split(rows, hidden.shape[0], operands.chunk_rows):
             result = kernels.row_pass(
                 kernels.project(hidden[index], operands),
                 targets[index],
@@ -75,13 +75,13 @@ def linear_logprob_op(
                 with_logprob_grad=with_logprob_slope,
                 with_entropy_grad=with_entropy_slope,
             )
-            logprobs.index_copy_(0, index, result.logprobs)
-            lse.index_copy_(0, index, result.lse)
+            _put(logprobs, index, result.logprobs)
+            _put(lse, index, result.lse)
             if with_entropy:
-                entropy.index_copy_(0, index, result.entropy)
+                _put(entropy, index, result.entropy)
             for slope, grad in ((logprob_slope, result.logprob_grad), (entropy_slope, result.entropy_grad)):
                 if grad is not None:
-                    slope.index_copy_(0, index, kernels.back_project(grad, operands))
+                    _put(slope, index, kernels.back_project(grad, operands))
     return logprobs, entropy, lse, logprob_slope, entropy_slope
 
 
@@ -248,8 +248,8 @@ def linear_logprob_backward_op(
             weight, bias, transform, compute_dtype, dtype, chunk_rows, rows.numel(), collect=need_weight
         )
         gradients = _HeadGradients(hidden, weight, bias, operands, need_hidden, need_weight, need_bias, rounded=True)
-        for batch in _split(rows, operands.batch_rows):
-            collected = kernels.gradient_buffer(operands, batch.numel())
+        for batch in _split(rows, hidden.shape[0], operands.batch_rows):
+            collected = kernels.gradient_buffer(operands, _length(batch))
             for index, out in _chunks(batch, operands, collected):
                 grad = kernels.row_grad(
                     kernels.project(hidden[index], operands),
@@ -361,7 +361,7 @@ def linear_grpo_op(
     if objective.beta == 0.0 and entropy_weights is None:
         alive &= advantages != 0
 
-    def tokens(index: Tensor) -> TokenObjective:
+    def tokens(index: Rows) -> TokenObjective:
         values = (
             advantages[index],
             *(None if x is None else x[index] for x in (old_logprobs, ref_logprobs, multiplier, phi)),
@@ -376,10 +376,10 @@ def linear_grpo_op(
             lambda logprobs: weights * token_grad(objective, logprobs, *values),
         )
 
-    def keep(index: Tensor, result: RowPass) -> None:
-        logprobs.index_copy_(0, index, result.logprobs)
+    def keep(index: Rows, result: RowPass) -> None:
+        _put(logprobs, index, result.logprobs)
         if with_entropy:
-            entropy.index_copy_(0, index, result.entropy)
+            _put(entropy, index, result.entropy)
 
     rows = _computed_rows(targets, weight.shape[0], alive)
     others = _computed_rows(targets, weight.shape[0], ~alive)
@@ -396,15 +396,15 @@ def linear_grpo_op(
             collect=need_weight,
         )
         gradients = _HeadGradients(hidden, weight, bias, operands, need_hidden, need_weight, need_bias, rounded=False)
-        for batch in _split(rows, operands.batch_rows):
-            collected = kernels.gradient_buffer(operands, batch.numel())
+        for batch in _split(rows, hidden.shape[0], operands.batch_rows):
+            collected = kernels.gradient_buffer(operands, _length(batch))
             for index, out in _chunks(batch, operands, collected):
                 result = kernels.row_objective(
                     kernels.project(hidden[index], operands), targets[index], operands, tokens(index), with_entropy, out
                 )
                 keep(index, result)
             gradients.add(kernels, batch, result.logprob_grad if collected is None else collected)
-        for index in _split(others, operands.chunk_rows):
+        for index in _split(others, hidden.shape[0], operands.chunk_rows):
             products = kernels.project(hidden[index], operands)
             keep(index, kernels.row_pass(products, targets[index], operands, with_entropy=with_entropy))
     log_ratio = logprobs - (logprobs if old_logprobs is None else old_logprobs)
@@ -530,12 +530,12 @@ class _HeadGradients:
         self.grad_weight: Tensor | None = None
         self.grad_bias = _zeros_if(need_bias, weight, weight.shape[:1], dtype)
 
-    def add(self, kernels: ModuleType, index: Tensor, grad: Tensor) -> None:
+    def add(self, kernels: ModuleType, index: Rows, grad: Tensor) -> None:
         """Adds a batch of rows, whose products receive `grad` (`[R, V]`, as `kernels` gave it)."""
         need_hidden, need_weight, need_bias = self.needs
         if need_hidden:
             grad_hidden = kernels.back_project(grad, self.operands)
-            self.grad_hidden.index_copy_(0, index, grad_hidden.to(self.grad_hidden.dtype))
+            _put(self.grad_hidden, index, grad_hidden.to(self.grad_hidden.dtype))
         if need_weight:
             self.grad_weight = kernels.add_weight_grad(self.grad_weight, grad, self.hidden[index], self.operands)
         if need_bias:
@@ -561,15 +561,36 @@ def _zeros_if(wanted: bool, like: Tensor, shape, dtype: torch.dtype) -> Tensor:
     return like.new_zeros(shape if wanted else 0, dtype=dtype)
 
 
-def _split(rows: Tensor, size: int) -> tuple[Tensor, ...]:
-    return rows.split(size) if rows.numel() else ()
+Rows = Tensor | slice
+"""Some rows of a call: their indices, or on CUDA a slice where a call computes all of its rows."""
 
 
-def _chunks(batch: Tensor, operands: Operands, collected: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _split(rows: Tensor, count: int, size: int) -> Iterator[Rows]:
+    """`rows`, of `count` in all, `size` at a time."""
+    total = rows.numel()
+    for start in range(0, total, size):
+        part = slice(start, min(start + size, total))
+        yield part if rows.is_cuda and total == count else rows[part]
+
+
+def _length(rows: Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
+
+
+def _put(target: Tensor, rows: Rows, values: Tensor) -> None:
+    if isinstance(rows, slice):
+        target[rows] = values
+    else:
+        target.index_copy_(0, rows, values)
+
+
+def _chunks(batch: Rows, operands: Operands, collected: Tensor | None) -> Iterator[tuple[Rows, Tensor | None]]:
     """The chunks of a batch, each with its part of the buffer where gradients are collected."""
-    size = operands.chunk_rows
-    for place, index in enumerate(batch.split(size)):
-        yield index, None if collected is None else collected[place * size : place * size + index.numel()]
+    size, total = operands.chunk_rows, _length(batch)
+    for start in range(0, total, size):
+        stop = min(start + size, total)
+        index = slice(batch.start + start, batch.start + stop) if isinstance(batch, slice) else batch[start:stop]
+        yield index, None if collected is None else collected[start:stop]
 
 
 def _computed_rows(targets: Tensor, vocabulary: int, wanted: Tensor | None = None) -> Tensor:

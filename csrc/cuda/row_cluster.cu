@@ -107,18 +107,22 @@ __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant
     const Partial block = combine_block<kThreads>(make_partial(max, sum, weighted2), slots);  // its barrier: the slice is in registers
     if (more && threadIdx.x == kLanes) fetch(next);
     if (threadIdx.x < kLanes) {
-      const unsigned buffer = exchange % 2;
-      if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(&exchanged[buffer], count * sizeof(float4));
-      if (threadIdx.x < count) {
-        // The target's logit goes along so that its load, too, is over before any block writes over the row.
-        const float4 mail{block.max, block.sum, block.weighted, z_target};
-        ptx::st_async(&partials[buffer][rank], mail, &exchanged[buffer], threadIdx.x);
-      }
-      ptx::mbarrier_wait(&exchanged[buffer], exchange / 2 % 2);
       Partial all;
-      if (threadIdx.x < count) {
-        const float4 mail = partials[buffer][threadIdx.x];
-        all = {mail.x, mail.y, mail.z};
+      if (count == 1) {
+        if (threadIdx.x == 0) all = block;
+      } else {
+        const unsigned buffer = exchange % 2;
+        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(&exchanged[buffer], count * sizeof(float4));
+        if (threadIdx.x < count) {
+          // The target's logit goes along so that its load, too, is over before any block writes over the row.
+          const float4 mail{block.max, block.sum, block.weighted, z_target};
+          ptx::st_async(&partials[buffer][rank], mail, &exchanged[buffer], threadIdx.x);
+        }
+        ptx::mbarrier_wait(&exchanged[buffer], exchange / 2 % 2);
+        if (threadIdx.x < count) {
+          const float4 mail = partials[buffer][threadIdx.x];
+          all = {mail.x, mail.y, mail.z};
+        }
       }
       RowScalars scalars = finish_row(args, index, combine_lanes(all), z_target, rank == 0 && threadIdx.x == 0);
       apply_scale(args, z_target, scalars);
