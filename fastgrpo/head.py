@@ -300,17 +300,22 @@ class _Segments:
             )
         offsets = segments.long()
         lengths = offsets.diff()
-        ends = offsets[[0, -1]].tolist()
-        if ends != [0, count] or bool((lengths < 0).any()):
+        self.count, self.batch = count, lengths.numel()
+        # One copy to the host for all that must be known there.
+        first, last, shortest, width = torch.stack(
+            [offsets[0], offsets[-1], *((lengths.min(), lengths.max()) if self.batch else (offsets[0], offsets[0]))]
+        ).tolist()
+        if [first, last] != [0, count] or shortest < 0:
             raise ValueError(
-                f"segments runs from {ends[0]} to {ends[1]}; it must start at 0, never fall, and end at the {count} rows "
+                f"segments runs from {first} to {last}; it must start at 0, never fall, and end at the {count} rows "
                 "of hidden."
             )
-        self.count, self.batch = count, lengths.numel()
-        width = int(lengths.max()) if self.batch else 0
         columns = torch.arange(width, device=segments.device)
         self._inside = columns < lengths.unsqueeze(1)
         self._index = (offsets[:-1].unsqueeze(1) + columns).clamp(max=max(count - 1, 0))
+        rows = torch.arange(count, device=segments.device)
+        sequence = torch.bucketize(rows, offsets[1:], right=True)
+        self._place = sequence * width + rows - offsets[sequence]
 
     def pad(self, values: Tensor | None) -> Tensor | None:
         """`[N]` to `[B, T]`, 0 behind the end of a sequence."""
@@ -322,7 +327,7 @@ class _Segments:
 
     def unpad(self, values: Tensor) -> Tensor:
         """`[B, T]` to `[N]`."""
-        return values[self._inside]
+        return values.reshape(-1)[self._place]
 
     def is_per_row(self, values: Tensor) -> bool:
         """Whether `values` is `[N]`; where B == N it is one value a sequence."""

@@ -27,8 +27,11 @@ constexpr int kMaxVectors = 10;
 __host__ __device__ constexpr int held_vectors(int vectors) { return vectors <= 8 ? (vectors < 4 ? vectors : 4) : 6; }
 constexpr int kMaxCluster = 16;
 
-// Vectors of a row in the slice of a block.
-__host__ __device__ constexpr int slice_of(int columns, int cluster) { return ((columns + 3) / 4 + cluster - 1) / cluster; }
+// Vectors of a row in the slice of a block: whole lines of 128 bytes, of logits and of gradients.
+__host__ __device__ constexpr int slice_of(int columns, int cluster) {
+  return ((columns + 3) / 4 + 16 * cluster - 1) / (16 * cluster) * 16;
+}
+static_assert(kThreads % 16 == 0, "a slice, rounded up, still fits kVectors vectors a thread");
 
 template <int kVectors, GradDtype kDtype, bool kSecond>
 __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant__ RowArgs args) {
