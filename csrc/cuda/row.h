@@ -13,10 +13,7 @@
 
 #include <cmath>
 
-#if defined(__HIPCC__)
-#include <hip/hip_bf16.h>
-#include <hip/hip_fp16.h>
-#else
+#if !defined(__HIPCC__)
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #endif
@@ -35,14 +32,6 @@ constexpr float kExpIsZero = -1.0e5f;
 constexpr float kNoLogit = -1.0e30f;
 
 using Partial = SoftmaxPartial<float>;
-
-#if defined(__HIPCC__)
-using BFloat16 = __hip_bfloat16;
-using BFloat162 = __hip_bfloat162;
-#else
-using BFloat16 = __nv_bfloat16;
-using BFloat162 = __nv_bfloat162;
-#endif
 
 // --- a row's logits, four at a time
 
@@ -157,15 +146,22 @@ __device__ __forceinline__ Partial combine_lanes(Partial partial) {
   return partial;
 }
 
+// Shared memory takes no type with a constructor.
+__device__ __forceinline__ float4 to_slot(const Partial& partial, float other = 0.f) {
+  return {partial.max, partial.sum, partial.weighted, other};
+}
+
+__device__ __forceinline__ Partial from_slot(const float4& slot) { return {slot.x, slot.y, slot.z}; }
+
 // The partial of a block's partials, in the first 32 threads. `slots`: one a 32 threads, in shared memory.
 template <int kThreads>
-__device__ __forceinline__ Partial combine_block(const Partial& mine, Partial* slots) {
+__device__ __forceinline__ Partial combine_block(const Partial& mine, float4* slots) {
   static_assert(kThreads % kLanes == 0 && kThreads / kLanes <= kLanes, "one slot a lane of the first warp");
   const Partial joined = combine_lanes(mine);
-  if (threadIdx.x % kLanes == 0) slots[threadIdx.x / kLanes] = joined;
+  if (threadIdx.x % kLanes == 0) slots[threadIdx.x / kLanes] = to_slot(joined);
   __syncthreads();
   Partial all;
-  if (threadIdx.x < kThreads / kLanes) all = slots[threadIdx.x];
+  if (threadIdx.x < kThreads / kLanes) all = from_slot(slots[threadIdx.x]);
   return threadIdx.x < kLanes ? combine_lanes(all) : all;
 }
 
@@ -241,12 +237,32 @@ __device__ __forceinline__ void apply_scale(const RowArgs& args, float z_target,
 template <GradDtype kDtype>
 struct Grad16;
 
+#if defined(__HIPCC__)
+
+// The compiler's own 16-bit types.
+template <typename T>
+struct Rounding {
+  using Type = T;
+  static __device__ Type round(float x) { return static_cast<T>(x); }
+  static __device__ unsigned round2(float low, float high) {
+    const T pair[2] = {round(low), round(high)};
+    return __builtin_bit_cast(unsigned, pair);
+  }
+};
+
+template <>
+struct Grad16<GradDtype::bfloat16> : Rounding<__bf16> {};
+template <>
+struct Grad16<GradDtype::float16> : Rounding<_Float16> {};
+
+#else
+
 template <>
 struct Grad16<GradDtype::bfloat16> {
-  using Type = BFloat16;
+  using Type = __nv_bfloat16;
   static __device__ Type round(float x) { return __float2bfloat16(x); }
   static __device__ unsigned round2(float low, float high) {
-    const BFloat162 pair = __floats2bfloat162_rn(low, high);
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<const unsigned&>(pair);
   }
 };
@@ -260,6 +276,8 @@ struct Grad16<GradDtype::float16> {
     return reinterpret_cast<const unsigned&>(pair);
   }
 };
+
+#endif
 
 __device__ __forceinline__ float gradient(float z, float shift2, const Slope& slope) {
   const float difference = difference2(z, shift2);
