@@ -112,7 +112,7 @@ def row_pass(
             second = torch.empty_like(operands.products[: len(products)], dtype=operands.compute_dtype)
             second = second[:, : products.shape[1]]
     torch.ops.fastgrpo.row_pass(
-        products, targets, *_head(operands), logprobs, lse, entropy, first, second, operands.scale
+        products, targets.contiguous(), *_head(operands), logprobs, lse, entropy, first, second, operands.scale
     )
     return RowPass(logprobs, entropy, lse, first if with_logprob_grad else None, second)
 
@@ -131,18 +131,18 @@ def row_objective(
     epsilon_low, epsilon_high, delta, beta, bias_correction, tau_pos, tau_neg = objective.constants
     torch.ops.fastgrpo.row_objective(
         products,
-        targets,
+        targets.contiguous(),
         *_head(operands),
         logprobs,
         lse,
         entropy,
-        objective.advantages,
-        objective.token_weights,
-        objective.old_logprobs,
-        objective.ref_logprobs,
-        objective.multiplier,
-        objective.phi,
-        objective.entropy_weights,
+        _contiguous(objective.advantages),
+        _contiguous(objective.token_weights),
+        _contiguous(objective.old_logprobs),
+        _contiguous(objective.ref_logprobs),
+        _contiguous(objective.multiplier),
+        _contiguous(objective.phi),
+        _contiguous(objective.entropy_weights),
         objective.loss_type,
         epsilon_low,
         epsilon_high,
@@ -172,13 +172,13 @@ def row_grad(
     grad = _over(products, operands, 0) if out is None else out
     torch.ops.fastgrpo.row_grad(
         products,
-        targets,
+        targets.contiguous(),
         *_head(operands),
         logprobs,
         lse,
         entropy,
-        grad_logprobs,
-        grad_entropy,
+        _contiguous(grad_logprobs),
+        _contiguous(grad_entropy),
         grad,
         operands.scale,
     )
@@ -245,6 +245,11 @@ def weigh_slopes(
 def _statistics(products: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     logprobs, lse = products.new_empty(2, len(products))
     return logprobs, lse, products.new_empty(len(products)) if with_entropy else None
+
+
+def _contiguous(values: Tensor | None) -> Tensor | None:
+    # A gradient may be expanded, an input of the user's strided.
+    return None if values is None else values.contiguous()
 
 
 def _over(products: Tensor, operands: CudaOperands, half: int) -> Tensor:

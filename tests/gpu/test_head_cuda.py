@@ -206,6 +206,30 @@ def test_chunks_of_any_size_agree(frozen):
 
 
 @pytest.mark.parametrize("frozen", [True, False])
+def test_strided_inputs_and_expanded_gradients_change_nothing(frozen):
+    hidden, weight, targets = make(100, 64, 5003, torch.bfloat16)
+    wide, ids = torch.randn(100, 128, device="cuda").bfloat16(), torch.zeros(100, 2, device="cuda", dtype=torch.long)
+    wide[:, ::2], ids[:, 1] = hidden, targets
+    old = torch.randn(100, 2, device="cuda") * 0.1 - 8
+    segments, advantages = torch.tensor([0, 40, 100], device="cuda"), torch.tensor([1.0, -0.5], device="cuda")
+    results = []
+    for strided in (False, True):
+        leaf = (wide[:, ::2] if strided else hidden).detach().requires_grad_()
+        head = (weight.t().contiguous().t() if strided else weight.clone()).requires_grad_(not frozen)
+        words, before = (ids[:, 1], old[:, 0]) if strided else (targets, old[:, 0].contiguous())
+        out = linear_logprob(leaf, head, words, return_entropy=True)
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+        objective = Objective(loss_type="grpo", beta=0.1)
+        loss, _ = linear_grpo_loss(
+            leaf, head, words, segments, advantages, objective, old_logprobs=before, ref_logprobs=before
+        )
+        loss.backward()
+        results.append((out.logprobs, out.entropy, loss, leaf.grad, head.grad))
+    for plain, other in zip(*results, strict=True):
+        assert plain is other or relative_error(other, plain) < 4e-3
+
+
+@pytest.mark.parametrize("frozen", [True, False])
 def test_a_nan_row_stays_alone_and_ignored_rows_are_zero(frozen):
     hidden, weight, targets = make(9, 64, 5003, torch.bfloat16)
     clean = hidden.clone().requires_grad_()
