@@ -72,7 +72,7 @@ def extra_peak_bytes(case: Case, device: torch.device) -> int:
     """
     Most bytes that torch held at once during a call, on top of what was held before it.
 
-    On CUDA this is the caching allocator's maximum (that branch has not been run). On a CPU it is the running sum of the
+    On CUDA this is the caching allocator's maximum. On a CPU it is the running sum of the
     allocator's own events, temporaries inside an op included; it equals the growth of the resident set in a fresh process
     whose malloc maps every tensor (see bench/README.md), but needs no fresh process and has no noise.
     """

@@ -146,22 +146,23 @@ __device__ __forceinline__ Partial combine_lanes(Partial partial) {
   return partial;
 }
 
-// Shared memory takes no type with a constructor.
-__device__ __forceinline__ float4 to_slot(const Partial& partial, float other = 0.f) {
-  return {partial.max, partial.sum, partial.weighted, other};
-}
-
-__device__ __forceinline__ Partial from_slot(const float4& slot) { return {slot.x, slot.y, slot.z}; }
+// A partial in shared memory, which takes no type with a constructor.
+struct Slot {
+  float max, sum, weighted;
+};
 
 // The partial of a block's partials, in the first 32 threads. `slots`: one a 32 threads, in shared memory.
 template <int kThreads>
-__device__ __forceinline__ Partial combine_block(const Partial& mine, float4* slots) {
+__device__ __forceinline__ Partial combine_block(const Partial& mine, Slot* slots) {
   static_assert(kThreads % kLanes == 0 && kThreads / kLanes <= kLanes, "one slot a lane of the first warp");
   const Partial joined = combine_lanes(mine);
-  if (threadIdx.x % kLanes == 0) slots[threadIdx.x / kLanes] = to_slot(joined);
+  if (threadIdx.x % kLanes == 0) slots[threadIdx.x / kLanes] = {joined.max, joined.sum, joined.weighted};
   __syncthreads();
   Partial all;
-  if (threadIdx.x < kThreads / kLanes) all = from_slot(slots[threadIdx.x]);
+  if (threadIdx.x < kThreads / kLanes) {
+    const Slot slot = slots[threadIdx.x];
+    all = {slot.max, slot.sum, slot.weighted};
+  }
   return threadIdx.x < kLanes ? combine_lanes(all) : all;
 }
 

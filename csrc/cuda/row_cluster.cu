@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant
   constexpr int kHeld = held_vectors(kVectors);
   extern __shared__ float4 fetched[];
   __shared__ float4 waiting[kVectors > kHeld ? (kVectors - kHeld) * kThreads : 1];
-  __shared__ float4 slots[kThreads / kLanes];
+  __shared__ Slot slots[kThreads / kLanes];
   // Of every block; two, because a slow block may still read a row's when a fast one sends the next row's.
   __shared__ float4 partials[2][kMaxCluster];
   __shared__ unsigned long long exchanged[2];
@@ -118,10 +118,14 @@ __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant
         if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(&exchanged[buffer], count * sizeof(float4));
         if (threadIdx.x < count) {
           // The target's logit goes along so that its load, too, is over before any block writes over the row.
-          ptx::st_async(&partials[buffer][rank], to_slot(block, z_target), &exchanged[buffer], threadIdx.x);
+          const float4 mail{block.max, block.sum, block.weighted, z_target};
+          ptx::st_async(&partials[buffer][rank], mail, &exchanged[buffer], threadIdx.x);
         }
         ptx::mbarrier_wait(&exchanged[buffer], exchange / 2 % 2);
-        if (threadIdx.x < count) all = from_slot(partials[buffer][threadIdx.x]);
+        if (threadIdx.x < count) {
+          const float4 mail = partials[buffer][threadIdx.x];
+          all = {mail.x, mail.y, mail.z};
+        }
       }
       RowScalars scalars = finish_row(args, index, combine_lanes(all), z_target, rank == 0 && threadIdx.x == 0);
       apply_scale(args, z_target, scalars);

@@ -94,7 +94,7 @@ __device__ __forceinline__ void write_gradients(const RowArgs& args, const Row& 
 
 template <GradDtype kDtype>
 __global__ void __launch_bounds__(kThreads, 2) row_streamed(const __grid_constant__ RowArgs args) {
-  __shared__ float4 slots[kThreads / kLanes];
+  __shared__ Slot slots[kThreads / kLanes];
   __shared__ RowScalars shared;
   const long long index = blockIdx.x;
   const int target = target_of(args, index);
