@@ -272,11 +272,5 @@ def describe_layout(handle: Patch) -> str:
 
 def _show_backends(handle: Patch) -> None:
     device = handle.trainer.accelerator.device.type
-<<<<<<< HEAD
     note_backend("packing", Backend(describe_layout(handle), device, handle.not_varlen_because))
-    note_backend("trainer head", Backend(REFERENCE, device, ""))
-=======
-    layout = "as TRL pads" if handle.unpacked_because else "left-packed"
-    note_backend("packing", Backend(layout, device, handle.unpacked_because))
     note_backend("trainer head", head_backend(device))
->>>>>>> kernels
