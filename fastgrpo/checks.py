@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def require_tensor(name: str, value: Any) -> None:
@@ -29,3 +31,21 @@ def require_number(name: str, value: Any) -> None:
     """Raises `TypeError` unless `value` is a Python number; a tensor would lose its gradient without a word."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} is a {type(value).__name__}; give a Python number.")
+
+
+def require_flag(name: str, value: Any) -> None:
+    """Raises `TypeError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be True or False.")
+
+
+def refuse_forward_mode(*values: Tensor | None) -> None:
+    """Raises `RuntimeError` where a tensor carries a tangent, which a custom op would drop without a word."""
+    if torch.compiler.is_compiling():
+        return
+    for value in values:
+        if value is not None and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(
+                "fastgrpo's head has reverse-mode derivatives only, and a forward-mode one was asked for (torch.func.jvp, "
+                "torch.autograd.forward_ad). Use torch.autograd.grad, or torch.log_softmax over full logits."
+            )

@@ -16,7 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgrpo.checks import require_device_of, require_float, require_number, require_tensor
+from fastgrpo.checks import (
+    refuse_forward_mode,
+    require_device_of,
+    require_flag,
+    require_float,
+    require_number,
+    require_tensor,
+)
 from fastgrpo.chunking import ChunkPlan
 from fastgrpo.kernels.select import head_kernels
 from fastgrpo.objective import GRPOStats, Objective, grpo_loss, require_objective, row_local_terms_exist, vespo_weights
@@ -98,6 +105,8 @@ def linear_logprob(
         TypeError, ValueError: shapes, dtypes, devices or options that do not fit; before any work.
     """
     plan = ChunkPlan(chunk_bytes, num_chunks, logit_chunk_multiplier)
+    require_flag("return_entropy", return_entropy)
+    require_flag("entropy_requires_grad", entropy_requires_grad)
     head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
     chunk_rows = _chunk_rows(plan, hidden, head, return_entropy)
     return _score(hidden, targets.long(), head, chunk_rows, return_entropy, entropy_requires_grad)
@@ -366,6 +375,7 @@ def _check_head(
     for name, value in (("hidden", hidden), ("weight", weight), ("targets", targets), ("bias", bias)):
         if name != "bias" or value is not None:
             require_tensor(name, value)
+    refuse_forward_mode(hidden, weight, bias)
     if hidden.dim() != 2:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)}; it must be [N, H]: one row a scored token. "

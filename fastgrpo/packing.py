@@ -128,6 +128,10 @@ def pack(
     batch, width = input_ids.shape
     if share_prefix and prompt_lengths is None:
         raise ValueError("share_prefix=True needs prompt_lengths: without them nobody knows where prompts end.")
+    if prompt_lengths is not None:
+        require_tensor("prompt_lengths", prompt_lengths)
+        if prompt_lengths.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"prompt_lengths is {prompt_lengths.dtype}; it must be torch.int32 or torch.int64.")
     if prompt_lengths is not None and prompt_lengths.shape != (batch,):
         raise ValueError(
             f"prompt_lengths has shape {tuple(prompt_lengths.shape)}; it must be [{batch}], one for each row."
@@ -234,6 +238,9 @@ def unpack(values: Tensor, packed: Packed, fill: float = 0) -> Tensor:
     Returns:
         `[B, L]` in the same dtype; a shared token's value in every row that has it. Differentiable.
     """
+    require_tensor("values", values)
+    if not isinstance(packed, Packed):
+        raise TypeError(f"packed is a {type(packed).__name__}; give what fastgrpo.pack returned.")
     count = packed.tokens.shape[1]
     if values.shape not in ((count,), (1, count)):
         raise ValueError(f"values has shape {tuple(values.shape)}; it must be [{count}] or [1, {count}].")

@@ -488,3 +488,15 @@ def test_bad_input_says_what_was_given_and_what_is_allowed(case):
     }
     with pytest.raises(error, match=message):
         linear_logprob(**arguments)
+
+
+def test_forward_mode_derivatives_are_refused_not_zero():
+    hidden, weight, targets = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([1, 2, 3])
+    with pytest.raises(RuntimeError, match="reverse-mode derivatives only"):
+        torch.func.jvp(lambda h: linear_logprob(h, weight, targets).logprobs, (hidden,), (hidden,))
+
+
+@pytest.mark.parametrize("name", ["return_entropy", "entropy_requires_grad"])
+def test_flags_are_true_or_false(name):
+    with pytest.raises(TypeError, match=f"{name} is 'yes'; it must be True or False"):
+        linear_logprob(torch.randn(3, 4), torch.randn(7, 4), torch.tensor([1, 2, 3]), **{name: "yes"})

@@ -169,6 +169,19 @@ def test_prompts_are_shared_only_where_they_are_told_apart_from_completions():
         unpack(torch.zeros(5), packed)
 
 
+def test_what_packing_cannot_read_is_refused():
+    ids = torch.tensor([[3, 4, 5], [3, 4, 6]])
+    with pytest.raises(TypeError, match=r"prompt_lengths is a list; give a torch\.Tensor"):
+        pack(ids, torch.ones_like(ids), [2, 2], True)
+    with pytest.raises(TypeError, match=r"prompt_lengths is torch\.float32; it must be torch\.int32 or torch\.int64"):
+        pack(ids, torch.ones_like(ids), torch.tensor([2.0, 2.0]), True)
+    packed = pack(ids, torch.ones_like(ids))
+    with pytest.raises(TypeError, match="values is a NoneType"):
+        unpack(None, packed)
+    with pytest.raises(TypeError, match=r"packed is a LeftPacked; give what fastgrpo\.pack returned"):
+        unpack(torch.zeros(6), left_pack(ids, torch.ones_like(ids)))
+
+
 def test_an_empty_batch_packs_to_nothing():
     packed = pack(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64))
     assert packed.tokens.shape == (1, 0) and packed.segments == []

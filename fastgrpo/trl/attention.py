@@ -48,30 +48,53 @@ def without_masks() -> Iterator[None]:
 
 def install_attention(implementation: str) -> None:
     """Puts the dispatchers under an attention implementation's name, for the whole process; a second call does nothing."""
-    if not isinstance(ALL_ATTENTION_FUNCTIONS[implementation], AttentionDispatcher):
-        ALL_ATTENTION_FUNCTIONS[implementation] = AttentionDispatcher(ALL_ATTENTION_FUNCTIONS[implementation])
-        ALL_MASK_ATTENTION_FUNCTIONS[implementation] = MaskDispatcher(ALL_MASK_ATTENTION_FUNCTIONS[implementation])
-
-
-def remove_attention() -> None:
-    """Takes every `install_attention` back."""
     for interface, kind in (
         (ALL_ATTENTION_FUNCTIONS, AttentionDispatcher),
         (ALL_MASK_ATTENTION_FUNCTIONS, MaskDispatcher),
     ):
-        for name in list(interface):
-            present = interface[name]
-            if isinstance(present, kind):
+        # An attention of the user's own may have no mask function; then models make no mask for it.
+        if implementation in interface and not isinstance(interface[implementation], kind):
+            local = interface._local_mapping.get(implementation)
+            interface[implementation] = kind(interface, implementation, local)
+
+
+def is_installed(implementation: str | None) -> bool:
+    """Whether attention layers that look this name up get a dispatcher."""
+    return isinstance(ALL_ATTENTION_FUNCTIONS.get(implementation), AttentionDispatcher)
+
+
+def remove_attention() -> None:
+    """Takes every `install_attention` back."""
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        for name, present in list(interface._local_mapping.items()):
+            if isinstance(present, _Dispatcher):
                 del interface[name]
-                if interface[name] is not present.original:  # it was somebody's own, not the library's
-                    interface[name] = present.original
+                if present.local is not None:
+                    interface[name] = present.local
 
 
-class AttentionDispatcher:
+class _Dispatcher:
+    """
+    Stands for a function that models look up by name.
+
+    Args:
+        interface: where they look it up.
+        name: under which.
+        local: what stood in the interface's local mapping before; None = nothing, so the library's own counts, which
+            somebody may register anew meanwhile.
+    """
+
+    def __init__(self, interface: Any, name: str, local: Any) -> None:
+        self.interface, self.name, self.local = interface, name, local
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """What would be called without the dispatcher."""
+        function = self.interface._global_mapping[self.name] if self.local is None else self.local
+        return function(*args, **kwargs)
+
+
+class AttentionDispatcher(_Dispatcher):
     """Stands for an attention function: `segment_attention` for calls with a layout, the function itself for others."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -100,11 +123,8 @@ class AttentionDispatcher:
         return out.unsqueeze(0), None
 
 
-class MaskDispatcher:
+class MaskDispatcher(_Dispatcher):
     """Stands for a mask function: no mask inside `without_masks`, the function itself otherwise."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return None if _unmasked.get() else self.original(*args, **kwargs)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import types
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 import trl
@@ -120,7 +122,34 @@ def check_trainer(trainer: GRPOTrainer) -> None:
 
 def overrides(trainer: GRPOTrainer, method: str) -> bool:
     """Whether the trainer, by its class or on the object, brings its own version of a GRPOTrainer method."""
-    return method in trainer.__dict__ or getattr(type(trainer), method) is not getattr(GRPOTrainer, method)
+    return not _is_stock(trainer, method) or getattr(type(trainer), method) is not getattr(GRPOTrainer, method)
+
+
+def _is_stock(trainer: GRPOTrainer, method: str) -> bool:
+    present = trainer.__dict__.get(method)
+    return present is None or getattr(present, "__func__", None) is getattr(type(trainer), method)
+
+
+def has_own_attribute(trainer: GRPOTrainer, method: str) -> bool:
+    """Whether something else than the class's method stands on the object."""
+    return not _is_stock(trainer, method)
+
+
+def stock_method(trainer: GRPOTrainer, memo: dict[int, Any], method: str) -> Any:
+    """What a deep copy of a trainer gets in place of an attribute of the patch: the class's method."""
+    copied = memo.get(id(trainer), trainer)
+    return types.MethodType(getattr(type(copied), method), copied)
+
+
+def attention_of(model: torch.nn.Module, trainer: GRPOTrainer) -> str | None:
+    """The attention implementation of a model, as it is now."""
+    return base_model(trainer.accelerator.unwrap_model(model)).config.get_text_config()._attn_implementation
+
+
+def models_of(trainer: GRPOTrainer) -> list[torch.nn.Module]:
+    """Policy, and reference where it is a model of its own."""
+    models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
+    return [base_model(trainer.accelerator.unwrap_model(model)) for model in models]
 
 
 def packing_obstacle(trainer: GRPOTrainer) -> str:
@@ -135,6 +164,8 @@ def packing_obstacle(trainer: GRPOTrainer) -> str:
         return f"{type(trainer).__name__} brings its own {SCORING_METHOD}"
     if trainer._is_vlm:
         return "vision-language positions depend on the images"
+    if trainer.args.neftune_noise_alpha:
+        return "neftune_noise_alpha makes the size of its noise depend on the width of the rows"
     if trainer.args.torch_compile:
         return "torch_compile=True would compile anew for every width"
     return ""
@@ -142,17 +173,22 @@ def packing_obstacle(trainer: GRPOTrainer) -> str:
 
 def varlen_obstacle(trainer: GRPOTrainer) -> str:
     """Why rows of this trainer cannot reach the model as one row without padding; empty where they may."""
-    model = base_model(trainer.accelerator.unwrap_model(trainer.model))
-    config = model.config.get_text_config()
-    implementation = config._attn_implementation
     device = trainer.accelerator.device.type
     if device not in ("cpu", "cuda"):
         return f"there is no padding-free attention for {device} yet"
-    if device == "cuda" and trainer.accelerator.mixed_precision not in ("bf16", "fp16") and model.dtype not in _HALF:
-        return "torch's flash kernels need bf16 or fp16"
-    if device == "cuda" and getattr(config, "attn_logit_softcapping", None):
-        return "torch's flash kernels know no softcap of attention scores"
-    if not accepts_position_ids(trainer):
+    for model in models_of(trainer):
+        obstacle = _model_obstacle(model)
+        if not obstacle and device == "cuda":
+            obstacle = _flash_obstacle(trainer, model)
+        if obstacle:
+            return obstacle
+    return ""
+
+
+def _model_obstacle(model: torch.nn.Module) -> str:
+    config = model.config.get_text_config()
+    implementation = config._attn_implementation
+    if not _accepts_position_ids(model):
         return "the model takes no position_ids"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "the model attends in chunks"
@@ -162,6 +198,14 @@ def varlen_obstacle(trainer: GRPOTrainer) -> str:
         return f"attn_implementation={implementation!r} cannot be exchanged; 'sdpa' can"
     if _attention_dropout(model):
         return f"attention dropout is {_attention_dropout(model):g}"
+    return ""
+
+
+def _flash_obstacle(trainer: GRPOTrainer, model: torch.nn.Module) -> str:
+    if trainer.accelerator.mixed_precision not in ("bf16", "fp16") and model.dtype not in _HALF:
+        return "torch's flash kernels need bf16 or fp16"
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        return "torch's flash kernels know no softcap of attention scores"
     return ""
 
 
@@ -176,10 +220,11 @@ def has_attention_window(trainer: GRPOTrainer) -> bool:
 
 def accepts_position_ids(trainer: GRPOTrainer) -> bool:
     """Whether the model's forward takes explicit positions."""
-    return (
-        "position_ids"
-        in inspect.signature(type(base_model(trainer.accelerator.unwrap_model(trainer.model))).forward).parameters
-    )
+    return _accepts_position_ids(base_model(trainer.accelerator.unwrap_model(trainer.model)))
+
+
+def _accepts_position_ids(model: torch.nn.Module) -> bool:
+    return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
 def base_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -230,25 +275,45 @@ def notes_on(trainer: GRPOTrainer, packed: bool) -> list[str]:
             f"{type(trainer).__name__} brings its own {LOSS_METHOD}: fastgrpo gives it log-probs and entropies, the loss stays "
             "its own"
         )
-    dropped = _dropout(trainer.model)
-    if packed and dropped:
+    random = _random_parts(trainer.model)
+    if packed and random:
         notes.append(
-            f"dropout is {dropped:g}: packed rows draw random numbers for fewer tokens, so a patched run is not bit-equal to "
-            "an unpatched one; packing='none' makes it so"
+            f"{random}: packed rows draw random numbers for fewer tokens, so a patched run is not bit-equal to an unpatched "
+            "one; packing='none' makes it so"
+        )
+    rope = _length_dependent_rope(trainer.model)
+    if packed and rope:
+        notes.append(
+            f"rope_type={rope!r} depends on the length of the longest row: patched, on that of real tokens; unpatched, on that "
+            "of the padded batch, so results differ where only the padding is longer than the model's original context"
         )
     return notes
 
 
-def _dropout(model: torch.nn.Module) -> float:
-    """The largest dropout probability in a model, attention's included."""
-    layers = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    return max([*layers, _attention_dropout(base_model(model))])
+def _random_parts(model: torch.nn.Module) -> str:
+    """The largest probability or size of noise that a model draws random numbers for, with its name; empty: none."""
+    found = {"dropout": 0.0}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            found["dropout"] = max(found["dropout"], module.p)
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or "jitter" in name):
+                found[name] = max(found.get(name, 0.0), value)
+    return ", ".join(f"{name} is {value:g}" for name, value in found.items() if value > 0)
+
+
+def _length_dependent_rope(model: torch.nn.Module) -> str:
+    parameters = getattr(base_model(model).config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return next((kind["rope_type"] for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")), "")
 
 
 def _attention_dropout(model: torch.nn.Module) -> float:
     # Attention layers hold a probability themselves, or a layer of their own.
-    held = [getattr(module, "attention_dropout", 0.0) for module in model.modules()]
-    layers = [
-        m.p for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and "att" in name.split(".")[-1]
-    ]
-    return max([0.0, *layers, *(value for value in held if isinstance(value, float))])
+    found = [0.0]
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and "att" in name.split(".")[-1]:
+            found.append(module.p)
+        if "attention" in type(module).__name__.lower():
+            found += [value for key, value in vars(module).items() if "dropout" in key and isinstance(value, float)]
+    return max(found)

@@ -23,6 +23,8 @@ from fastgrpo.trl.compat import (
     check_installation,
     check_trainer,
     has_fused_head,
+    has_own_attribute,
+    models_of,
     notes_on,
     packing_obstacle,
     varlen_obstacle,
@@ -79,7 +81,9 @@ class Patch:
                     stacklevel=2,
                 )
         if self.callback is not None:
-            self.trainer.remove_callback(self.callback)
+            # A new list, since the trainer may be going through the old one: this may be called by a callback.
+            callbacks = self.trainer.callback_handler.callbacks
+            self.trainer.callback_handler.callbacks = [c for c in callbacks if c is not self.callback]
         _leave(self)
 
     def __enter__(self) -> Patch:
@@ -93,7 +97,7 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     """
     Makes a built `GRPOTrainer` compute its log-probs with fastgrpo; everything else stays TRL's.
 
-    Works before, between and after `train()` calls. Two short rows are scored by the model itself and by fastgrpo first:
+    Works before, between and after `train()` calls. Three short rows are scored by the model itself and by fastgrpo first:
     where packed rows differ, rows keep TRL's layout; where the head differs, the trainer is refused. Results agree with the
     unpatched trainer's up to the rounding of floating-point sums. Models whose absolute positions TRL shifts by its left
     padding (GPT-2, OPT) are scored at their real positions.
@@ -123,7 +127,7 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
             )
         return present
 
-    if SCORING_METHOD in trainer.__dict__:
+    if has_own_attribute(trainer, SCORING_METHOD):
         raise UnsupportedError(
             f"The trainer already has an own {SCORING_METHOD}, set on the object, which the patch would hide. Patch first and "
             "wrap afterwards, or override the method in a subclass: the patch calls that."
@@ -145,7 +149,8 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     _enter(handle)
     try:
         if "varlen" in layouts:
-            install_attention(base_model(trainer.model).config.get_text_config()._attn_implementation)
+            for model in models_of(trainer):
+                install_attention(model.config.get_text_config()._attn_implementation)
         _choose_layout(handle, method, layouts, obstacles)
     except BaseException:
         handle.unpatch()
@@ -187,7 +192,8 @@ def _choose_layout(handle: Patch, method: ScoringMethod, layouts: list[Layouts],
         raise UnsupportedError(
             f"On three short rows, fastgrpo's output head and the model's own forward disagree: {finding.head}. "
             f"{type(base_model(handle.trainer.model)).__name__} turns hidden states into logits in a way that fastgrpo does "
-            "not know. Train without the patch, and please report the model."
+            "not know, or another trainer with another temperature uses the same model object. Train without the patch, and "
+            "please report the model."
         )
     wanted = handle.options.packing
     if wanted in finding.rejected:

@@ -100,6 +100,11 @@ def probe(trainer: GRPOTrainer, score_rows: ScoreRows, layouts: list[Layouts]) -
                 except NotImplementedError as error:
                     rejected[layout] = str(error)
                     continue
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # a hook or a forward that wants the inputs as TRL gives them
+                    rejected[layout] = f"a forward in this layout raises {_first_line(error)}"
+                    continue
                 if not together.reason:
                     return Finding(layout, rejected, difference=max(head.worst, together.worst))
                 rejected[layout] = f"it changes this model's results: {together.reason}"
@@ -242,7 +247,10 @@ def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode and gradients on; modes and random numbers are afterwards what they were."""
     training = [module for module in model.modules() if module.training]
     devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad():
+    autocast = torch.autocast(
+        "cuda" if devices else "cpu", enabled=False
+    )  # the caller's; the trainer's own comes inside
+    with torch.inference_mode(False), torch.random.fork_rng(devices=sorted(devices)), torch.enable_grad(), autocast:
         model.eval()
         try:
             yield

@@ -7,7 +7,8 @@ the layout of the rows (no padding, shared prompts once; or left-packed), and th
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import logging
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,11 +17,23 @@ from trl.extras.profiling import profiling_context
 
 from fastgrpo.chunking import ChunkPlan
 from fastgrpo.packing import left_pack, pack
-from fastgrpo.trl.attention import LAYOUT_ARGUMENT, Layout, without_masks
-from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, has_attention_window, has_fused_head, overrides
+from fastgrpo.trl.attention import LAYOUT_ARGUMENT, Layout, is_installed, without_masks
+from fastgrpo.trl.compat import (
+    LOSS_METHOD,
+    SCORING_METHOD,
+    attention_of,
+    has_attention_window,
+    has_fused_head,
+    overrides,
+    stock_method,
+)
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
 from fastgrpo.trl.skipping import Kept
 
+if TYPE_CHECKING:
+    from fastgrpo.trl.patch import Patch
+
+logger = logging.getLogger("fastgrpo")
 _IGNORE = -100
 Layouts = Literal["varlen", "left", "none"]
 
@@ -42,8 +55,9 @@ class ScoringMethod:
     ) -> None:
         self.trainer, self.plan, self.explicit_positions = trainer, plan, explicit_positions
         self.layout, self.share_prefix = layout, share_prefix
-        self.handle: object | None = None
+        self.handle: Patch | None = None
         self.kept: Kept | None = None
+        self._said = False
         self._own_method = overrides(trainer, SCORING_METHOD)
         self._windowed = has_attention_window(trainer)
         self._own_loss = overrides(trainer, LOSS_METHOD)
@@ -74,8 +88,23 @@ class ScoringMethod:
         Returns:
             log-probs `[B, T]`, entropies `[B, T]` or None, auxiliary loss (0-d) or None; 0 outside the mask.
         """
+        if self.handle is not None and not self.handle.active:
+            # Somebody kept the method, wrapped for example, beyond `unpatch`.
+            return getattr(type(self.trainer), SCORING_METHOD)(
+                self.trainer,
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+                **model_inputs,
+            )
         entropy = self._entropy_mode(compute_entropy)
-        if self._own_method or any(value is not None for value in model_inputs.values()):
+        # TRL never asks for a row's first token, or for no token; what it would make of that is its own business.
+        odd = not 0 < logits_to_keep < input_ids.shape[1]
+        if odd or self._own_method or any(value is not None for value in model_inputs.values()):
             method = getattr(type(self.trainer), SCORING_METHOD)
             with head_call(HeadCall(self.plan, entropy)):
                 return method(
@@ -116,6 +145,21 @@ class ScoringMethod:
         )
         return logprobs, entropy
 
+    def _without_varlen(self, model: torch.nn.Module) -> Layouts:
+        """The layout for a model whose attention was exchanged since the patch; said once."""
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "fastgrpo: attn_implementation is %r now, and was another one when the trainer was patched; its rows are "
+                "left-packed. Call fastgrpo.unpatch and fastgrpo.patch again to choose anew.",
+                attention_of(model, self.trainer),
+            )
+        return "left"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of a patched trainer is a stock one: nobody could unpatch it.
+        return stock_method(self.trainer, memo, SCORING_METHOD)
+
     def _entropy_mode(self, compute_entropy: bool) -> Entropy:
         if not compute_entropy:
             return "none"
@@ -133,9 +177,12 @@ class ScoringMethod:
         compute_aux_loss: bool,
         layout: Layouts,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        scored = attention_mask != 0
+        attention_mask = (attention_mask != 0).to(input_ids.dtype)
+        scored = attention_mask.bool()
         scored[:, : input_ids.shape[1] - logits_to_keep] = False
-        if layout != "none" and _scores_a_first_token(attention_mask, scored):
+        if layout == "varlen" and not is_installed(attention_of(model, self.trainer)):
+            layout = self._without_varlen(model)
+        if layout != "none" and _cannot_be_packed(attention_mask, scored):
             layout = "none"
         score = {"varlen": self._score_varlen, "left": self._score_left, "none": self._score_padded}[layout]
         inputs = {"output_router_logits": True} if compute_aux_loss else {}
@@ -199,9 +246,9 @@ class ScoringMethod:
         with without_masks():
             scores = score_with_head(self.trainer, model, inputs, call)
         if not layout.windows:
-            raise NotImplementedError("its attention layers do not pass on the arguments of the model's forward")
+            raise NotImplementedError("the model's attention layers do not pass on the arguments of its forward")
         if self._windowed and not any(layout.windows):
-            raise NotImplementedError("its attention layers keep their window to themselves")
+            raise NotImplementedError("the model's attention layers keep their window to themselves")
         count = call.labels.shape[0]
 
         def beside_tokens(values: Tensor) -> Tensor:
@@ -210,7 +257,8 @@ class ScoringMethod:
         return scores.map(beside_tokens)
 
 
-def _scores_a_first_token(attention_mask: Tensor, scored: Tensor) -> bool:
-    """Whether some row's first real token is to be scored: there is nothing before it but the padding that TRL uses."""
-    first = (attention_mask != 0).cumsum(1) == 1
-    return bool((first & scored).any())
+def _cannot_be_packed(attention_mask: Tensor, scored: Tensor) -> bool:
+    """Whether a row's first real token is to be scored, with nothing before it but TRL's padding, or no token is real."""
+    real = attention_mask != 0
+    first = real & (real.cumsum(1) == 1)
+    return bool((first & scored).any() | ~real.any())

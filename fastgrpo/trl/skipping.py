@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, overrides
+from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, overrides, stock_method
 
 
 class Kept(NamedTuple):
@@ -68,6 +68,9 @@ class SkippingLoss:
 
     def __init__(self, trainer: GRPOTrainer, method: Any) -> None:
         self.trainer, self.method = trainer, method
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return stock_method(self.trainer, memo, LOSS_METHOD)
 
     def __call__(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         if torch.is_grad_enabled():

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 class StartLines(TrainerCallback):
     """Prints `start_lines` to stderr when training starts, on the first process only."""
 
-    def __init__(self, handle: Patch) -> None:
+    def __init__(self, handle: Patch | None) -> None:
         self.handle = handle
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StartLines:
+        return StartLines(None)  # the copy's trainer is not patched
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and self.handle is not None:
             print(*start_lines(self.handle), sep="\n", file=sys.stderr, flush=True)
 
 
