@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from fastgrpo.tools.plan.advice import Alternative, find_alternatives
 from fastgrpo.tools.plan.settings import PlanSettings
 from fastgrpo.tools.plan.shape import ModelShape
 from fastgrpo.tools.plan.trace import Activations
@@ -25,26 +26,8 @@ _QUANTISED_BYTES = {"4bit": 0.5 + 4 / 64, "8bit": 1.0}
 """NF4 with an fp32 scale for each 64 weights; int8."""
 _STATE_8BIT = 2 * (1 + 4 / 256)
 """Two 8-bit states, with an fp32 scale for each 256."""
-_WORTH_SAYING = 0.05
-"""GB."""
 _ZERO3_LIVE = 10**9
 """DeepSpeed's `stage3_max_live_parameters`."""
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """
-    One setting changed.
-
-    Attributes:
-        setting: what to set, as on the command line.
-        frees_gb: by how much the total shrinks.
-        fits: whether the run fits then; None where no capacity is known.
-    """
-
-    setting: str
-    frees_gb: float
-    fits: bool | None
 
 
 @dataclass(frozen=True)
@@ -128,63 +111,6 @@ class MemoryPlan:
         if self.free is not None:
             lines.append(f"{'free of ' + format(self.capacity, 'g'):<38}{self.free:8.1f} GB")
         return "\n".join([*lines, self.advice] if self.advice else lines)
-
-
-def find_alternatives(plan: MemoryPlan) -> tuple[Alternative, ...]:
-    """
-    Plans again with one setting changed at a time.
-
-    Args:
-        plan: with `plan_with`.
-
-    Returns:
-        Those that free something, the largest first.
-    """
-    found = []
-    for setting, changes in _candidates(plan.settings):
-        try:
-            other = plan.plan_with(dataclasses.replace(plan.settings, **changes))
-        except ValueError:  # does not go with the other settings
-            continue
-        if other.engine_starts and plan.total - other.total >= _WORTH_SAYING:
-            found.append(Alternative(setting, plan.total - other.total, other.fits))
-    return tuple(sorted(found, key=lambda alternative: -alternative.frees_gb))
-
-
-def _candidates(settings: PlanSettings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One changed setting at a time, as it is written on the command line; only what works today."""
-    if settings.full:
-        yield "--lora-rank 16 (an adapter instead of full fine-tuning)", {"lora_rank": 16}
-        if settings.optimizer != "adamw_8bit":
-            yield "--optimizer adamw_8bit", {"optimizer": "adamw_8bit"}
-        if settings.optimizer != "paged_adamw_8bit":
-            yield "--optimizer paged_adamw_8bit", {"optimizer": "paged_adamw_8bit"}
-    elif settings.quantization is None:
-        yield "--quantization 4bit (QLoRA)", {"quantization": "4bit"}
-    if settings.separate_reference and not settings.full:
-        yield "--reference auto (the disabled adapter is the reference)", {"reference": "auto"}
-    if settings.separate_reference:
-        yield "--beta 0 (no reference, no KL term)", {"beta": 0.0}
-    if settings.dtype == "float32":
-        yield "--dtype bfloat16", {"dtype": "bfloat16"}
-    if not settings.checkpointing:
-        yield "--checkpointing", {"checkpointing": True}
-    if settings.micro_batch > 1:
-        half = settings.micro_batch // 2
-        steps = -(-settings.micro_batch * settings.accumulation // half)
-        yield f"--micro-batch {half} --accumulation {steps}", {"micro_batch": half, "accumulation": steps}
-    if settings.head == "full":
-        yield "--head fastgrpo (logits in chunks)", {"head": "fastgrpo"}
-    if settings.completion_length > 1:
-        half = settings.completion_length // 2
-        yield f"--completion-length {half}", {"completion_length": half, "longest_row": None}
-    if settings.rollout == "vllm":
-        if not settings.vllm_sleep:
-            yield "--vllm-sleep", {"vllm_sleep": True}
-        half_share = round(settings.vllm_fraction / 2, 3)
-        yield f"--vllm-fraction {half_share:g}", {"vllm_fraction": half_share}
-    if settings.world_size > 1 and settings.sharding in ("ddp", "zero1"):
-        yield "--sharding zero2", {"sharding": "zero2"}
 
 
 def assemble(settings: PlanSettings, shape: ModelShape, activations: Activations, kv_bytes: int) -> MemoryPlan:
@@ -330,21 +256,19 @@ def _comparisons(settings: PlanSettings, shape: ModelShape, activations: Activat
         f"head: {heads['fastgrpo']:.1f} GB with fastgrpo's chunks; all logits at once take {heads['full']:.1f} GB a matrix, "
         "and a backward has about three of them"
     ]
-    padded = settings.prompt_length + settings.completion_length
-    if settings.longest_row and settings.longest_row < padded:
-        kept = activations.kept / GB
-        unpacked = kept * padded / settings.row_length
-        sentences.append(
-            f"left packing: rows of {settings.row_length} tokens instead of {padded} save {unpacked - kept:.1f} GB of what is "
-            "kept for the backward"
-        )
-    shared = dataclasses.replace(settings, share_prefix=True, longest_row=None)
     rows, length = settings.rows
-    if not settings.share_prefix and shared.rows[1] < rows * length:
-        part = 1 - shared.rows[1] / (rows * length)
+    tokens, padded = rows * length, settings.sequences * (settings.prompt_length + settings.completion_length)
+    kept = activations.kept / GB
+    if tokens < padded:
         sentences.append(
-            f"a prompt shared by its {settings.num_generations} completions would be {part:.0%} fewer tokens in the update: "
-            f"{part * activations.kept / GB:.1f} GB less kept for the backward"
+            f"packing: {tokens} tokens in the update instead of {padded} padded ones save "
+            f"{kept * (padded / tokens - 1):.1f} GB of what is kept for the backward"
+        )
+    shared = dataclasses.replace(settings, share_prefix=True).rows[1]
+    if not settings.share_prefix and shared < tokens:
+        sentences.append(
+            f"a prompt shared by its {settings.num_generations} completions would leave {shared} of {tokens} tokens in the "
+            f"update: {kept * (1 - shared / tokens):.1f} GB less kept for the backward"
         )
     return tuple(sentences)
 

@@ -21,11 +21,7 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "rollout": ROLLOUTS,
     "sharding": SHARDINGS,
 }
-NOT_YET = {
-    "mini_batch": "mini_batch_size",
-    "share_prefix": "share_prefix",
-    "offload_activations": "offload_activations",
-}
+NOT_YET = {"mini_batch": "mini_batch_size", "offload_activations": "offload_activations"}
 """Settings that `fastgrpo.Options` does not have yet: planned for with a note, never advised."""
 
 
@@ -47,14 +43,14 @@ class PlanSettings:
         reference: "auto" = the disabled adapter with LoRA, else a second model; "separate" = a second model; "none".
         num_generations: G, completions of a prompt.
         prompt_length, completion_length: tokens; the longest that occur.
-        longest_row: tokens of the longest prompt and completion together; None = prompt_length + completion_length. Left
-            packing cuts rows to it.
+        longest_row: tokens of the longest prompt and completion together; None = prompt_length + completion_length. Packed
+            rows are no longer than it.
         micro_batch: sequences in a forward and backward on a device (`per_device_train_batch_size`).
         accumulation: micro-batches that are generated together (`steps_per_generation`).
         mini_batch: sequences alive at once in the update; None = micro_batch.
         checkpointing: gradient checkpointing.
         offload_activations: inputs of layers in host memory.
-        share_prefix: a group's prompt computed once.
+        share_prefix: a group's prompt computed once in the update, fastgrpo's default where it is right for the model.
         head: "fastgrpo" = logits in chunks; "full" = all logits of the micro-batch at once, counted once.
         chunk_bytes: of fastgrpo's head; None = 512 MiB.
         rollout: "transformers" in this process, "vllm" in this process (colocate), or a "server" elsewhere.
@@ -87,7 +83,7 @@ class PlanSettings:
     mini_batch: int | None = None
     checkpointing: bool = True
     offload_activations: bool = False
-    share_prefix: bool = False
+    share_prefix: bool = True
     head: str = "fastgrpo"
     chunk_bytes: int | None = None
     rollout: str = "transformers"
@@ -186,7 +182,7 @@ class PlanSettings:
         if not self.share_prefix:
             return self.sequences, self.row_length
         prompts = -(-self.sequences // self.num_generations)
-        return 1, prompts * self.prompt_length + self.scored_tokens
+        return 1, min(prompts * self.prompt_length + self.scored_tokens, self.sequences * self.row_length)
 
     @property
     def rollouts(self) -> int:

@@ -17,7 +17,7 @@ PLAN = ["plan", "--numbers", NUMBERS, "--lora-rank", "4"]
 
 def test_a_table_shows_every_term_the_total_and_what_would_free_most(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    assert cli.main([*PLAN, "--capacity", "3", "--no-checkpointing"]) == 0
+    assert cli.main([*PLAN, "--capacity", "3", "--no-checkpointing", "--micro-batch", "32"]) == 0
     out = capsys.readouterr().out
     for word in (*TERMS, "total", "free of 3", "alive at once", "head:", "frees most:"):
         assert word in out, word

@@ -27,7 +27,7 @@ SMALL = {
 }
 LLAMA = LlamaConfig(**SMALL, tie_word_embeddings=False)
 LORA = {"lora_rank": 16}
-EXAMPLE = {**LORA, "beta": 0.04, "reference": "separate", "head": "full"}
+EXAMPLE = {**LORA, "beta": 0.04, "reference": "separate", "head": "full", "share_prefix": False}
 
 
 def gb(parameters: float) -> float:
@@ -229,18 +229,26 @@ def test_checkpointing_keeps_one_input_a_layer_in_the_weights_dtype():
         estimate_memory(LlamaConfig(**{**SMALL, "num_hidden_layers": n})).details[UPDATE]["kept for the backward"]
         for n in (3, 7)
     )
-    assert many - few == pytest.approx(gb(4 * 8 * 768 * 64 * 2))
+    assert many - few == pytest.approx(gb(4 * (512 + 8 * 256) * 64 * 2))
     plain = estimate_memory(LLAMA, checkpointing=False).details[UPDATE]
     assert plain["kept for the backward"] > 4 * many
     assert estimate_memory(LLAMA, offload_activations=True).details[UPDATE]["kept for the backward"] < few
 
 
 def test_what_bounds_the_rows_alive_bounds_the_update():
-    whole = estimate_memory(LLAMA, micro_batch=16).terms[UPDATE]
+    whole = estimate_memory(LLAMA, micro_batch=16, share_prefix=False).terms[UPDATE]
     for changes in ({"mini_batch": 4}, {"longest_row": 300}, {"share_prefix": True}):
-        smaller = estimate_memory(LLAMA, micro_batch=16, **changes)
+        smaller = estimate_memory(LLAMA, micro_batch=16, **{"share_prefix": False, **changes})
         assert smaller.terms[UPDATE] < 0.9 * whole, changes
         assert smaller.terms[ENGINE] == estimate_memory(LLAMA, micro_batch=16).terms[ENGINE]
+
+
+def test_a_group_has_its_prompt_once_in_the_update():
+    settings = PlanSettings(micro_batch=16, num_generations=8, prompt_length=100, completion_length=30)
+    assert settings.rows == (1, 2 * 100 + 16 * 30)
+    assert dataclasses.replace(settings, num_generations=32).rows == (1, 100 + 16 * 30)
+    assert dataclasses.replace(settings, share_prefix=False).rows == (16, 130)
+    assert dataclasses.replace(settings, share_prefix=False, longest_row=90).rows == (16, 90)
 
 
 def test_chunk_bytes_bound_the_head():
@@ -253,13 +261,13 @@ def test_chunk_bytes_bound_the_head():
 
 
 def test_the_advice_is_the_largest_difference_of_two_plans():
-    plan = estimate_memory(LLAMA, beta=0.1, capacity_gb=1.0, checkpointing=False)
+    plan = estimate_memory(LLAMA, beta=0.1, capacity_gb=1.0, micro_batch=32, checkpointing=False)
     frees = [alternative.frees_gb for alternative in plan.alternatives]
     assert frees == sorted(frees, reverse=True) and frees
     best = plan.alternatives[0]
     assert plan.advice == f"{best.setting} would free {best.frees_gb:.1f} GB"
     by_setting = {alternative.setting.split(" (")[0]: alternative for alternative in plan.alternatives}
-    other = estimate_memory(LLAMA, beta=0.1, capacity_gb=1.0, checkpointing=True)
+    other = estimate_memory(LLAMA, beta=0.1, capacity_gb=1.0, micro_batch=32, checkpointing=True)
     assert by_setting["--checkpointing"].frees_gb == pytest.approx(plan.total - other.total)
     assert by_setting["--checkpointing"].fits == other.fits
 
