@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from fastgrpo.chunking import ChunkPlan
 
@@ -22,6 +23,9 @@ class Options:
             tokens at the left, padding shared by all rows cut; `"none"` = as TRL pads it; `"auto"` = the first of these
             that is right for the model.
         share_prefix: with `"varlen"`, a prompt that several completions continue is computed once.
+        run_log: where every `train()` writes its run log: True = `log.jsonl` in the trainer's output folder, a path = that
+            `.jsonl` file or `log.jsonl` in that folder, False = nowhere. A log that is there is kept; the new one gets a
+            number.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -33,6 +37,7 @@ class Options:
     logit_chunk_multiplier: float | None = None
     packing: str = "auto"
     share_prefix: bool = True
+    run_log: str | Path | bool = True
 
     def __post_init__(self) -> None:
         self.chunk_plan  # noqa: B018 - raises on bad values
@@ -41,6 +46,9 @@ class Options:
             raise ValueError(f"packing is {self.packing!r}; choose one of {allowed}.")
         if not isinstance(self.share_prefix, bool):
             raise ValueError(f"share_prefix is {self.share_prefix!r}; it must be True or False.")
+
+        if not isinstance(self.run_log, str | Path | bool) or self.run_log == "":
+            raise ValueError(f"run_log is {self.run_log!r}; give a path, True or False.")
 
     @property
     def chunk_plan(self) -> ChunkPlan:

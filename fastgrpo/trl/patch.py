@@ -29,6 +29,7 @@ from fastgrpo.trl.compat import (
 from fastgrpo.trl.config import Options
 from fastgrpo.trl.heads import HeadDispatcher
 from fastgrpo.trl.probe import Finding, probe
+from fastgrpo.trl.runlog import LoggedTrain
 from fastgrpo.trl.scoring import Layouts, ScoringMethod
 from fastgrpo.trl.start import StartLines
 
@@ -147,6 +148,8 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
         handle.unpatch()
         raise
     _replace(handle, trainer, SCORING_METHOD, method)
+    if options.run_log is not False:
+        _replace(handle, trainer, "train", LoggedTrain(trainer, options))
     handle.callback = StartLines(handle)
     trainer.add_callback(handle.callback)
     for note in notes_on(trainer, handle.layout != "none"):

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fastgrpo.runlog import RunRecord
 from fastgrpo.tools.demo.display import clock_text
 from fastgrpo.tools.demo.tasks import Sum
 from fastgrpo.tools.evaluate import PassAt1
-from fastgrpo.tools.runlog import RunRecord
 
 _SAMPLES = 5
 
