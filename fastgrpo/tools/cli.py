@@ -13,6 +13,7 @@ from pathlib import Path
 from fastgrpo.tools.arguments import DONE, FAILED, INTERRUPTED, USAGE, console, integer, positive
 from fastgrpo.tools.demo.recipe import SMOLLM2, TOY
 from fastgrpo.tools.plan import command as plan_command
+from fastgrpo.tools.report import command as report_command
 from fastgrpo.versions import installed_version
 
 MOST_HELD_OUT = 4000
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     _add_demo(commands)
     plan_command.add_parser(commands)
+    report_command.add_parser(commands)
     return parser
 
 
