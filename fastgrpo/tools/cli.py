@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fastgrpo.tools.arguments import DONE, FAILED, INTERRUPTED, USAGE, console, integer, positive
 from fastgrpo.tools.demo.recipe import SMOLLM2, TOY
+from fastgrpo.tools.doctor import command as doctor_command
 from fastgrpo.tools.plan import command as plan_command
 from fastgrpo.tools.report import command as report_command
 from fastgrpo.versions import installed_version
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     _add_demo(commands)
     plan_command.add_parser(commands)
+    doctor_command.add_parser(commands)
     report_command.add_parser(commands)
     return parser
 
