@@ -6,7 +6,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -33,12 +33,14 @@ class Workload:
 
     Args:
         name: as printed.
-        hidden, layers, heads, kv_heads, intermediate, vocabulary: of a Llama with tied embeddings.
+        hidden, layers, heads, kv_heads, intermediate, vocabulary: of a model with tied embeddings.
         prompts, completions: distinct prompts, and completions for each of them.
         micro_batch: sequences in a forward; the others follow in further accumulation steps.
         prompt_tokens: shortest and longest prompt.
         completion_median, completion_spread: of the log-normal completion lengths: tokens, and sigma of the logarithm.
         completion_max: longest completion (`max_completion_length`).
+        family: `"llama"` or `"qwen3"`.
+        checkpointing: with and without gradient checkpointing, or one of them.
     """
 
     name: str
@@ -55,6 +57,27 @@ class Workload:
     completion_median: int
     completion_spread: float
     completion_max: int
+    family: str = "llama"
+    checkpointing: tuple[bool, ...] = (False, True)
+
+    def config(self) -> transformers.PretrainedConfig:
+        """Of the model."""
+        kind = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[self.family]
+        return kind(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=128 if self.family == "qwen3" else None,
+            intermediate_size=self.intermediate,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=True,
+            max_position_embeddings=8192,
+            initializer_range=0.04,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
 
 
 SMOLLM2 = Workload(
@@ -73,6 +96,26 @@ SMOLLM2 = Workload(
     completion_spread=0.8,
     completion_max=128,
 )
+QWEN3_512 = Workload(
+    "Qwen3-1.7B, prompts to 512",
+    hidden=2048,
+    layers=28,
+    heads=16,
+    kv_heads=8,
+    intermediate=6144,
+    vocabulary=151936,
+    prompts=2,
+    completions=8,
+    micro_batch=16,
+    prompt_tokens=(256, 512),
+    completion_median=300,
+    completion_spread=0.8,
+    completion_max=1024,
+    family="qwen3",
+)
+# Without checkpointing, stock needs more memory here than there is.
+QWEN3_2048 = replace(QWEN3_512, name="Qwen3-1.7B, prompts to 2048", prompt_tokens=(1536, 2048), checkpointing=(True,))
+WORKLOADS = {"cpu": (SMOLLM2,), "cuda": (QWEN3_512, QWEN3_2048)}
 QUICK = Workload(
     "quick",
     hidden=32,
@@ -123,37 +166,35 @@ def run(
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    workload = QUICK if quick else SMOLLM2
-    batch = synthetic_batch(workload, device)
-    tokens = count_tokens(batch)
-    report.say(
-        f"{workload.name}, random weights, {precision}: {batch['prompt_ids'].shape[0]} sequences, padded to "
-        f"{batch['prompt_ids'].shape[1]} + {batch['completion_ids'].shape[1]} tokens: {tokens['padded']} padded for "
-        f"{tokens['real']} real ({tokens['padded'] / tokens['real']:.2f}x), {tokens['scored']} of them scored"
-    )
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
-    for kind in train:
-        for checkpointing in (False, True):
-            name = f"{kind}, {'gradient' if checkpointing else 'no'} checkpointing"
-            if old_pass:
-                name += ", with old pass"
-            lines = _measure(workload, batch, device, precision, kind, checkpointing, old_pass, rounds)
-            stock, patched = lines
-            key = f"{workload.name}/{precision}/{name}"
-            ratios[f"{key}/time: fastgrpo over TRL"] = 1 / stock["time_over_fastgrpo"]
-            ratios[f"{key}/memory of the update: fastgrpo over TRL"] = patched["update_mib"] / stock["update_mib"]
-            ratios[f"{key}/memory of the head: fastgrpo over TRL"] = patched["head_mib"] / stock["head_mib"]
-            rows += [{"case": name, **line} for line in lines]
-    title = f"One update: {'old pass, ' if old_pass else ''}loss forward and backward, {precision}"
-    report.table(title, _COLUMNS, _cells(rows))
-    settings = {
-        "workload": asdict(workload),
-        "tokens": tokens,
-        "precision": precision,
-        "old_pass": old_pass,
-        "rounds": rounds,
-    }
+    workloads = (QUICK,) if quick else WORKLOADS.get(device.type, (SMOLLM2,))
+    shapes = []
+    for workload in workloads:
+        batch = synthetic_batch(workload, device)
+        tokens = count_tokens(batch)
+        shapes.append({"workload": asdict(workload), "tokens": tokens})
+        report.say(
+            f"{workload.name}, random weights, {precision}: {batch['prompt_ids'].shape[0]} sequences, padded to "
+            f"{batch['prompt_ids'].shape[1]} + {batch['completion_ids'].shape[1]} tokens: {tokens['padded']} padded for "
+            f"{tokens['real']} real ({tokens['padded'] / tokens['real']:.2f}x), {tokens['scored']} of them scored"
+        )
+        lines: list[dict[str, Any]] = []
+        for kind in train:
+            for checkpointing in workload.checkpointing:
+                name = f"{kind}, {'gradient' if checkpointing else 'no'} checkpointing"
+                if old_pass:
+                    name += ", with old pass"
+                stock, patched = _measure(workload, batch, device, precision, kind, checkpointing, old_pass, rounds)
+                key = f"{workload.name}/{precision}/{name}"
+                ratios[f"{key}/time: fastgrpo over TRL"] = 1 / stock["time_over_fastgrpo"]
+                ratios[f"{key}/memory of the update: fastgrpo over TRL"] = patched["update_mib"] / stock["update_mib"]
+                ratios[f"{key}/memory of the head: fastgrpo over TRL"] = patched["head_mib"] / stock["head_mib"]
+                lines += [{"workload": workload.name, "case": name, **line} for line in (stock, patched)]
+        title = f"One update: {'old pass, ' if old_pass else ''}loss forward and backward, {precision}"
+        report.table(title, _COLUMNS, _cells(lines))
+        rows += lines
+    settings = {"shapes": shapes, "precision": precision, "old_pass": old_pass, "rounds": rounds}
     return report.record("update", device, settings, rows, ratios)
 
 
@@ -225,26 +266,16 @@ def build_trainer(
         The trainer, not patched.
     """
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=workload.hidden,
-        num_hidden_layers=workload.layers,
-        num_attention_heads=workload.heads,
-        num_key_value_heads=workload.kv_heads,
-        intermediate_size=workload.intermediate,
-        vocab_size=workload.vocabulary,
-        tie_word_embeddings=True,
-        max_position_embeddings=8192,
-        initializer_range=0.04,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<eos>")),
         pad_token="<pad>",
         eos_token="<eos>",
         padding_side="left",
     )
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(workload.config())
+    if precision == "bfloat16" and device.type == "cuda" and kind == "lora":
+        model = model.to(torch.bfloat16)  # as TRL loads a base that is not trained; the adapters stay in float32
     count = batch["prompt_ids"].shape[0]
     accumulation = count // workload.micro_batch
     arguments = trl.GRPOConfig(
@@ -261,7 +292,7 @@ def build_trainer(
         disable_tqdm=True,
     )
     trainer = trl.GRPOTrainer(
-        model=transformers.LlamaForCausalLM(config),
+        model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["<eos>"] * workload.prompts}),
@@ -329,10 +360,14 @@ def _measure(
     rounds: int,
 ) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(workload, batch, device, precision, kind, checkpointing, old_pass, folder)
+        # Two trainers, built alike: patching one anew for every call would time the check at patch time too.
+        trainers = {
+            name: build_trainer(workload, batch, device, precision, kind, checkpointing, old_pass, folder)
+            for name in (STOCK, PATCHED)
+        }
+        fastgrpo.patch(trainers[PATCHED])
         runs: dict[str, Callable[[], float]] = {
-            STOCK: lambda: one_update(trainer),
-            PATCHED: lambda: _patched_update(trainer),
+            name: lambda trainer=trainer: one_update(trainer) for name, trainer in trainers.items()
         }
         lines: dict[str, dict[str, Any]] = {}
         gradients: dict[str, list[Tensor]] = {}
@@ -340,10 +375,10 @@ def _measure(
             losses: list[float] = []
             # The call that counts memory is also the warm-up.
             update_bytes = extra_peak_bytes(lambda update=update, losses=losses: losses.append(update()), device)
-            gradients[name] = [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
-            trainer.model.zero_grad(set_to_none=True)
+            gradients[name] = [p.grad.clone() for p in trainers[name].model.parameters() if p.grad is not None]
+            trainers[name].model.zero_grad(set_to_none=True)
             lines[name] = {"path": name, "loss": losses[0], "update_mib": update_bytes / MIB}
-        problem = _head_problem(trainer, batch, precision)
+        problem = _head_problem(trainers[PATCHED], batch, precision)
         task = "frozen" if kind == "lora" else "trained"
         for name, peer in zip((PATCHED, STOCK), peers(torch.float32), strict=False):
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
@@ -360,12 +395,8 @@ def _measure(
                 "cpu_time_over_fastgrpo": timing.cpu_over(timings[PATCHED]),
                 "grad_difference": float(difference / scale),
             }
+        fastgrpo.unpatch(trainers[PATCHED])
     return [lines[STOCK], lines[PATCHED]]
-
-
-def _patched_update(trainer: trl.GRPOTrainer) -> float:
-    with fastgrpo.patch(trainer):
-        return one_update(trainer)
 
 
 def _head_problem(trainer: trl.GRPOTrainer, batch: dict[str, Tensor], precision: str) -> Problem:

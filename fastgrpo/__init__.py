@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fastgrpo.head import LogProbs, linear_grpo_loss, linear_logprob
 from fastgrpo.kernels.backends import Backend, Backends, backends
 from fastgrpo.objective import AdaptiveEntropy, GRPOStats, Objective, grpo_loss, sampler_importance_ratio
-from fastgrpo.packing import LeftPacked, left_pack
+from fastgrpo.packing import LeftPacked, Packed, left_pack, pack, unpack
 
 if TYPE_CHECKING:
     from fastgrpo.tools.plan.estimate import estimate_memory
@@ -26,6 +26,7 @@ __all__ = [
     "MemoryPlan",
     "Objective",
     "Options",
+    "Packed",
     "Patch",
     "PlanSettings",
     "UnsupportedError",
@@ -35,8 +36,10 @@ __all__ = [
     "left_pack",
     "linear_grpo_loss",
     "linear_logprob",
+    "pack",
     "patch",
     "sampler_importance_ratio",
+    "unpack",
     "unpatch",
 ]
 

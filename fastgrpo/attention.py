@@ -4,7 +4,8 @@ A segment is a run of tokens that see each other causally; it may also see all o
 and its G completions are G + 1 segments: the prompt is computed once, and each completion sees it and itself, which is
 what G separate rows would compute.
 
-The score matrix exists one block at a time; the backward pass computes it again from the saved log-sum-exps.
+Where torch's flash kernels can compute it, they do (`fastgrpo.kernels.flash`). Elsewhere the score matrix exists one block
+at a time, and the backward pass computes it again from the saved log-sum-exps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fastgrpo.kernels.flash import flash_backward, flash_forward, flash_obstacle
 
 # Bytes of float32 scores alive at once.
 _SCORE_BYTES = 32 * 2**20
@@ -91,6 +94,8 @@ def segment_attention_op(
     Returns:
         `[N, A, E]` and the log-sum-exps of the scores `[A, N]` in fp32 (fp64).
     """
+    if not flash_obstacle(query, value, segments, softcap, window):
+        return flash_forward(query, key, value, segments, scale, window)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     heads, tokens, _ = query.shape
     # One row more than there are tokens: what a tile computes for its padding goes there.
@@ -130,6 +135,8 @@ def segment_attention_backward_op(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value in their dtypes; those of a shared prefix are summed in fp32 in a fixed order."""
+    if not flash_obstacle(query, value, segments, softcap, window):
+        return flash_backward(grad_out, query, key, value, out, lse, segments, scale, window)
     heads, tokens, _ = query.shape
     shape = _Heads(heads, key.shape[0])
     # By token, so that rows can be added where tokens are; one row more for padding, as in the forward.

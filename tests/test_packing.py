@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from fastgrpo import left_pack
+from fastgrpo import left_pack, pack, unpack
+from fastgrpo.packing import take_rows
 
 masks = st.tuples(st.integers(0, 5), st.integers(0, 12)).flatmap(
     lambda shape: arrays("int64", shape, elements=st.integers(0, 1))
@@ -94,3 +95,96 @@ def test_the_mask_keeps_its_dtype(dtype):
 def test_bad_input_says_what_was_given_and_what_is_allowed(ids, mask, error, message):
     with pytest.raises(error, match=message):
         left_pack(ids, mask)
+
+
+@st.composite
+def prompts_and_completions(draw):
+    """Rows as TRL pads them, some with the same prompt."""
+    prompts = draw(st.lists(st.lists(st.integers(3, 5), min_size=0, max_size=4), min_size=1, max_size=3))
+    rows = draw(
+        st.lists(
+            st.tuples(st.sampled_from(prompts), st.lists(st.integers(3, 9), min_size=0, max_size=5)),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    before, after = max(len(prompt) for prompt, _ in rows), max(len(completion) for _, completion in rows)
+    ids, mask = torch.zeros(len(rows), before + after, dtype=torch.int64), torch.zeros(len(rows), before + after)
+    for number, (prompt, completion) in enumerate(rows):
+        start = before - len(prompt)
+        tokens = [*prompt, *completion]
+        ids[number, start : start + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        mask[number, start : start + len(tokens)] = 1
+    return rows, ids, mask.long()
+
+
+@settings(max_examples=200)
+@given(batch=prompts_and_completions(), share=st.booleans())
+def test_every_token_of_a_packed_batch_sees_its_own_row_and_nothing_else(batch, share):
+    rows, ids, mask = batch
+    lengths = torch.tensor([len(prompt) for prompt, _ in rows])
+    packed = pack(ids, mask, lengths, share)
+    tokens = packed.tokens[0].tolist()
+    seen = {}
+    for segment in packed.segments:
+        prefix = list(range(segment.prefix_start, segment.prefix_stop))
+        for token in range(segment.start, segment.stop):
+            assert token not in seen, "a token lies in two segments"
+            seen[token] = [*prefix, *range(segment.start, token + 1)]
+    assert len(seen) == len(tokens)
+    for number, (prompt, completion) in enumerate(rows):
+        places = packed.index[number][mask[number].bool()].tolist()
+        assert [tokens[place] for place in places] == [*prompt, *completion]
+        assert packed.position_ids[0, places].tolist() == list(range(len(places)))
+        for rank, place in enumerate(places):
+            assert seen[place] == places[: rank + 1]
+        previous = packed.previous()[number][mask[number].bool()].tolist()
+        assert previous[1:] == places[:-1]
+    once = {tuple(prompt) for prompt, _ in rows if prompt}
+    prompt_tokens = sum(map(len, once)) if share else sum(len(prompt) for prompt, _ in rows)
+    assert len(tokens) == prompt_tokens + sum(len(completion) for _, completion in rows)
+
+
+@settings(max_examples=50)
+@given(batch=prompts_and_completions(), share=st.booleans())
+def test_unpack_is_the_inverse_of_pack(batch, share):
+    rows, ids, mask = batch
+    packed = pack(ids, mask, torch.tensor([len(prompt) for prompt, _ in rows]), share)
+    assert torch.equal(unpack(packed.tokens, packed, fill=-1), ids.masked_fill(mask == 0, -1))
+    assert torch.equal(packed.take(ids), packed.tokens[0])
+
+
+def test_prompts_are_shared_only_where_they_are_told_apart_from_completions():
+    ids = torch.tensor([[3, 4, 5], [3, 4, 6]])
+    with pytest.raises(ValueError, match="share_prefix=True needs prompt_lengths"):
+        pack(ids, torch.ones_like(ids), share_prefix=True)
+    with pytest.raises(ValueError, match=r"prompt_lengths has shape \(3,\); it must be \[2\]"):
+        pack(ids, torch.ones_like(ids), torch.tensor([1, 1, 1]))
+    with pytest.raises(ValueError, match=r"prompt_lengths\[1\] is 4; the row has 3 tokens"):
+        pack(ids, torch.ones_like(ids), torch.tensor([1, 4]))
+    packed = pack(ids, torch.ones_like(ids), torch.tensor([2, 2]), share_prefix=True)
+    assert packed.tokens.tolist() == [[3, 4, 5, 6]]
+    assert packed.segments == [(0, 2, 0, 0), (2, 3, 0, 2), (3, 4, 0, 2)]
+    with pytest.raises(ValueError, match=r"values has shape \(5,\); it must be \[4\] or \[1, 4\]"):
+        unpack(torch.zeros(5), packed)
+
+
+def test_an_empty_batch_packs_to_nothing():
+    packed = pack(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64))
+    assert packed.tokens.shape == (1, 0) and packed.segments == []
+    assert unpack(packed.tokens, packed).shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@settings(max_examples=30)
+@given(rows=st.lists(st.integers(0, 4), max_size=12))
+def test_rows_taken_several_times_sum_their_gradients_in_fp32(rows, dtype):
+    values = torch.randn(5, 3).to(dtype).requires_grad_()
+    index = torch.tensor(rows, dtype=torch.int64)
+    grad = torch.randn(len(rows), 3).to(dtype)
+    taken = take_rows(values, index)
+    assert torch.equal(taken, values[index])
+    (found,) = torch.autograd.grad(taken, values, grad)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = torch.zeros(5, 3, dtype=wide).index_add_(0, index, grad.to(wide)).to(dtype)
+    torch.testing.assert_close(found, expected)

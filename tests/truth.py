@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastgrpo.attention import Segment
+
 
 def logits_float64(
     hidden: Tensor,
@@ -46,3 +48,30 @@ def worst_row_error(value: Tensor, truth: Tensor) -> float:
         return 0.0
     large = scale > 1e-3 * scale.max()
     return ((value - truth).norm(dim=1) / scale.clamp(min=1e-300))[large].max().item() if large.any() else 0.0
+
+
+def attention_alone(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: list[Segment],
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    """Every segment with its prefix as one sequence, dense; `[N, A, E]`."""
+    heads, tokens, _ = query.shape
+    key = key.repeat_interleave(heads // key.shape[0], 0)
+    value = value.repeat_interleave(heads // value.shape[0], 0)
+    rows = [value.new_zeros(heads, value.shape[2])] * tokens
+    for segment in segments:
+        seen = [*range(segment.prefix_start, segment.prefix_stop), *range(segment.start, segment.stop)]
+        prefix = segment.prefix_stop - segment.prefix_start
+        for position, token in enumerate(range(segment.start, segment.stop), prefix):
+            oldest = 0 if window is None else max(0, position - window + 1)
+            keys = seen[oldest : position + 1]
+            scores = torch.einsum("ad,akd->ak", query[:, token], key[:, keys]) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            rows[token] = torch.einsum("ak,ake->ae", scores.softmax(-1), value[:, keys])
+    return torch.stack(rows) if rows else value.new_zeros(0, heads, value.shape[2])

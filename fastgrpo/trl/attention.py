@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ _UNKNOWN_TERMS = ("s_aux", "position_bias", "bias", "head_mask")
 
 @dataclass
 class Layout:
-    """Segments of the row a forward runs on, and how many attention layers have asked for them."""
+    """Segments of the row a forward runs on, and the windows of the attention layers that have asked for them."""
 
     segments: list[Segment]
-    calls: int = 0
+    windows: list[int | None] = field(default_factory=list)
 
 
 _unmasked: ContextVar[bool] = ContextVar("fastgrpo_unmasked", default=False)
@@ -82,7 +82,11 @@ class AttentionDispatcher:
         unknown = [name for name in _UNKNOWN_TERMS if kwargs.get(name) is not None]
         if unknown or kwargs.get("dropout"):
             raise NotImplementedError(f"attention with {', '.join(unknown) or 'dropout'} has no padding-free form here")
-        layout.calls += 1
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            # As torch does for its own attention; rotary embeddings may have made float32 of queries and keys.
+            query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+        layout.windows.append(kwargs.get("sliding_window"))
         scale = kwargs.get("scaling")
         out = segment_attention(
             query[0],
@@ -91,7 +95,7 @@ class AttentionDispatcher:
             layout.segments,
             query.shape[-1] ** -0.5 if scale is None else scale,
             softcap=kwargs.get("softcap"),
-            window=kwargs.get("sliding_window"),
+            window=layout.windows[-1],
         )
         return out.unsqueeze(0), None
 

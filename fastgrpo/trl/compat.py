@@ -25,6 +25,7 @@ _KNOWN_SOURCES = {
     SCORING_METHOD: {"331ae01b88d8e2cf": "1.12, 1.13", "dc17fee20840b7eb": "1.14", "ea73c3909275851d": "1.15, 1.16"},
     LOSS_METHOD: {"75bd01badfb43ed6": "1.12 to 1.14", "80295546bbdbf6f7": "1.15, 1.16"},
 }
+_HALF = (torch.bfloat16, torch.float16)
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -145,8 +146,12 @@ def varlen_obstacle(trainer: GRPOTrainer) -> str:
     config = model.config.get_text_config()
     implementation = config._attn_implementation
     device = trainer.accelerator.device.type
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         return f"there is no padding-free attention for {device} yet"
+    if device == "cuda" and trainer.accelerator.mixed_precision not in ("bf16", "fp16") and model.dtype not in _HALF:
+        return "torch's flash kernels need bf16 or fp16"
+    if device == "cuda" and getattr(config, "attn_logit_softcapping", None):
+        return "torch's flash kernels know no softcap of attention scores"
     if not accepts_position_ids(trainer):
         return "the model takes no position_ids"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
@@ -158,6 +163,15 @@ def varlen_obstacle(trainer: GRPOTrainer) -> str:
     if _attention_dropout(model):
         return f"attention dropout is {_attention_dropout(model):g}"
     return ""
+
+
+def has_attention_window(trainer: GRPOTrainer) -> bool:
+    """Whether some layer of the model sees a window of the past only."""
+    config = base_model(trainer.accelerator.unwrap_model(trainer.model)).config.get_text_config()
+    layers = getattr(config, "layer_types", None)
+    if layers is not None:
+        return "sliding_attention" in layers
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
 
 
 def accepts_position_ids(trainer: GRPOTrainer) -> bool:

@@ -2,7 +2,7 @@
 
 TRL 1.15 and later give the model a fused head: `model(..., labels=labels, fused_lm_head=True)` returns log-probs, and looks
 its kernel up by name at every call. There, `HeadDispatcher` stands under that name. Earlier releases take full logits
-from the model; there, the output layer hands its input over and returns next to nothing.
+from the model; there, the output layer scores its input itself, and returns log-probs instead of logits.
 """
 
 from __future__ import annotations
@@ -152,13 +152,13 @@ def score_with_head(trainer: GRPOTrainer, model: torch.nn.Module, inputs: dict[s
 
     base = base_model(trainer.accelerator.unwrap_model(model))
     head = base.get_output_embeddings()
-    with trainer.accelerator.autocast():
-        with _captured_input(head) as captured:
-            outputs = model(**inputs, use_cache=False)
-        hidden = captured[0][:, :-1].reshape(-1, captured[0].shape[-1])
-        scale, softcap = logit_transform(base.config)
-        result = call.score(
-            hidden.float() if trainer.args.cast_lm_head_to_fp32 else hidden,
+    scale, softcap = logit_transform(base.config)
+    fp32 = trainer.args.cast_lm_head_to_fp32
+
+    def score(hidden: Tensor) -> LogProbs:
+        hidden = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+        return call.score(
+            hidden.float() if fp32 else hidden,
             head.weight,
             head.bias,
             call.labels,
@@ -166,10 +166,13 @@ def score_with_head(trainer: GRPOTrainer, model: torch.nn.Module, inputs: dict[s
             logit_scale=scale,
             softcap=softcap,
             return_entropy=call.entropy != "none",
-            compute_dtype=torch.float32 if trainer.args.cast_lm_head_to_fp32 else None,
+            compute_dtype=torch.float32 if fp32 else None,
         )
-    entropy = None if result.entropy is None else result.entropy.view(shape)
-    return Scores(result.logprobs.view(shape), entropy, getattr(outputs, "aux_loss", None))
+
+    with trainer.accelerator.autocast(), _head_replaced(head, score) as results:
+        outputs = model(**inputs, use_cache=False)
+    entropy = None if results[0].entropy is None else results[0].entropy.view(shape)
+    return Scores(results[0].logprobs.view(shape), entropy, getattr(outputs, "aux_loss", None))
 
 
 def logit_transform(config: Any) -> tuple[float, float | None]:
@@ -196,18 +199,23 @@ def logit_transform(config: Any) -> tuple[float, float | None]:
 
 
 @contextmanager
-def _captured_input(head: torch.nn.Module) -> Iterator[list[Tensor]]:
-    """The head's input instead of its output: while this is open, it returns one zero a token and computes nothing."""
-    captured: list[Tensor] = []
+def _head_replaced(head: torch.nn.Module, score: Callable[[Tensor], LogProbs]) -> Iterator[list[LogProbs]]:
+    """
+    While this is open, the head scores its input, and its output is log-probs, which nobody reads.
 
-    def capture(hidden: Tensor) -> Tensor:
-        captured.append(hidden)
-        return hidden.new_zeros(*hidden.shape[:-1], 1)
+    The model must return something that depends on the head and on all below: DDP follows the graph of what a forward
+    returns, and takes a parameter that it does not meet there for unused.
+    """
+    results: list[LogProbs] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        results.append(score(hidden))
+        return results[-1].logprobs.view(hidden.shape[0], hidden.shape[1] - 1, 1)
 
     own_forward = head.__dict__.get("forward")
-    head.forward = capture
+    head.forward = forward
     try:
-        yield captured
+        yield results
     finally:
         if own_forward is None:
             del head.forward

@@ -169,7 +169,8 @@ def _weights(logprobs: Tensor) -> Tensor:
 
 def _gradient(terms: Tensor, embedded: list[tuple[Tensor, Tensor]]) -> Tensor:
     ids, leaf = embedded[-1]
-    gradient = torch.autograd.grad(terms.sum(), leaf)[0].double().flatten(0, -2)
+    (gradient,) = torch.autograd.grad(terms.sum(), leaf, materialize_grads=True)
+    gradient = gradient.double().flatten(0, -2)
     return gradient.new_zeros(_IDS, gradient.shape[-1]).index_add_(0, ids.flatten(), gradient)
 
 

@@ -17,7 +17,7 @@ from trl.extras.profiling import profiling_context
 from fastgrpo.chunking import ChunkPlan
 from fastgrpo.packing import left_pack, pack
 from fastgrpo.trl.attention import LAYOUT_ARGUMENT, Layout, without_masks
-from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, has_fused_head, overrides
+from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, has_attention_window, has_fused_head, overrides
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
 
 _IGNORE = -100
@@ -43,6 +43,7 @@ class ScoringMethod:
         self.layout, self.share_prefix = layout, share_prefix
         self.handle: object | None = None
         self._own_method = overrides(trainer, SCORING_METHOD)
+        self._windowed = has_attention_window(trainer)
         self._own_loss = overrides(trainer, LOSS_METHOD)
 
     def __call__(
@@ -190,8 +191,10 @@ class ScoringMethod:
         call = HeadCall(self.plan, entropy, input_ids[scored], packed.previous()[scored])
         with without_masks():
             scores = score_with_head(self.trainer, model, inputs, call)
-        if not layout.calls:
+        if not layout.windows:
             raise NotImplementedError("its attention layers do not pass on the arguments of the model's forward")
+        if self._windowed and not any(layout.windows):
+            raise NotImplementedError("its attention layers keep their window to themselves")
         count = call.labels.shape[0]
 
         def beside_tokens(values: Tensor) -> Tensor:

@@ -1,13 +1,8 @@
-"""A patched trainer does what the stock one does: same seed, same completions, metrics and parameters.
-
-Metrics within rtol 1e-4 + atol 1e-6, parameters within 1e-4 of their largest change; within 5e-3 of it for full
-fine-tuning with Adam, which amplifies the rounding of a sum.
-"""
+"""A patched trainer does what the stock one does: same seed, same completions, metrics and parameters."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import pytest
@@ -15,18 +10,9 @@ import torch
 from peft import LoraConfig
 from tiny import tiny_trainer
 from trl import GRPOTrainer
+from twins import assert_twins, run
 
 import fastgrpo
-
-
-@pytest.fixture(autouse=True)
-def _unpatched_in_the_end():
-    yield
-    for handle in list(sys.modules["fastgrpo.trl.patch"]._active):
-        handle.unpatch()
-
-
-TIMINGS = ("time", "runtime", "per_second")
 
 CASES: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -39,6 +25,14 @@ CASES: dict[str, dict[str, Any]] = {
     "full": {"lora": False},
     "full, no chunk of more than a row": {"lora": False, "options": {"chunk_bytes": 1}},
     "lora, stock layout": {"options": {"packing": "none"}},
+    "lora, left-packed": {"options": {"packing": "left"}},
+    "lora, no padding, prompts not shared": {"options": {"packing": "varlen", "share_prefix": False}},
+    "full, left-packed": {"lora": False, "options": {"packing": "left"}},
+    "gradient checkpointing, left-packed": {"gradient_checkpointing": True, "options": {"packing": "left"}},
+    "gradient checkpointing with reentrance": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
     "reference by disabled adapter": {"beta": 0.04},
     "reference model": {"beta": 0.04, "lora": False, "model": "saved"},
     "replayed batches": {"num_iterations": 2, "beta": 0.04},
@@ -72,44 +66,13 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"model": "qwen3"},
     "gemma2 softcap": {"model": "gemma2 softcap"},
     "gemma2 softcap, full": {"model": "gemma2 softcap", "lora": False},
+    "mistral window": {"model": "mistral window"},
+    "mistral window, full": {"model": "mistral window", "lora": False},
     "cohere scale": {"model": "cohere scale"},
     "granite divide": {"model": "granite divide"},
     "phi bias": {"model": "phi bias"},
     "phi bias, full": {"model": "phi bias", "lora": False},
 }
-
-
-def run(tmp_path, patched: bool, options: dict[str, Any] | None = None, **settings: Any) -> tuple[GRPOTrainer, dict]:
-    if settings.get("model") == "saved":
-        # TRL builds the reference from the folder the policy came from.
-        from tiny import tiny_model
-        from transformers import AutoModelForCausalLM
-
-        folder = tmp_path / "saved"
-        tiny_model().save_pretrained(folder)
-        settings["model"] = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = tiny_trainer(tmp_path, **settings)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    if patched:
-        fastgrpo.patch(trainer, fastgrpo.Options(**(options or {})))
-    trainer.train()
-    return trainer, before
-
-
-def assert_twins(stock: GRPOTrainer, patched: GRPOTrainer, before: dict, limit: float) -> None:
-    assert list(stock._logs["completion"]) == list(patched._logs["completion"])
-    assert len(stock.state.log_history) == len(patched.state.log_history)
-    for ours, theirs in zip(patched.state.log_history, stock.state.log_history, strict=True):
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            if isinstance(value, float) and not any(word in key for word in TIMINGS):
-                assert ours[key] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), key
-    stock_parameters, patched_parameters = (dict(t.model.named_parameters()) for t in (stock, patched))
-    for name, start in before.items():
-        change = (stock_parameters[name] - start).abs().max()
-        difference = (stock_parameters[name] - patched_parameters[name]).abs().max()
-        one_rounding = torch.finfo(torch.float32).eps * start.abs().max()
-        assert difference <= limit * change + one_rounding, f"{name}: {difference:.2e} of {change:.2e}"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,53 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from trl import GRPOConfig, GRPOTrainer
 
 CHARACTERS = "0123456789+-= abcdefghijklmnopqrstuvwxyz?."
 PROMPTS = ["1+1=", "what is 23 plus 4?", "a", "7-3=", "hello there.", "12 + 13 ="]
+
+# The whole message by its role's first letter; an assistant's tool calls stand behind its words.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }} "
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{% for call in m['tool_calls'] or [] %} {{ call['function']['name'] }} {{ call['function']['arguments'] }}{% endfor %}"
+    ".{% endfor %}{% if add_generation_prompt %}a {% endif %}"
+)
+
+_SPECIAL = ["<pad>", "<eos>", "<unk>"]
+_VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+VISION_IDS = {token: len(_SPECIAL) + len(CHARACTERS) + index for index, token in enumerate(_VISION)}
 
 _DECODER = {
     "vocab_size": 61,  # odd, and more than the tokenizer has
@@ -51,6 +78,26 @@ def _decoder(model_class, config_class, **changes: Any) -> PreTrainedModel:
     return model_class(config_class(**{**_DECODER, **changes}))
 
 
+def _qwen2_5_vl() -> PreTrainedModel:
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config={**_DECODER, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+            vision_config={
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "out_hidden_size": 32,
+                "fullatt_block_indexes": [1],
+            },
+            image_token_id=VISION_IDS["<|image_pad|>"],
+            video_token_id=VISION_IDS["<|video_pad|>"],
+            vision_start_token_id=VISION_IDS["<|vision_start|>"],
+            vision_end_token_id=VISION_IDS["<|vision_end|>"],
+        )
+    )
+
+
 MODELS = {
     "llama": lambda: _decoder(LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False),
     "square head": lambda: _decoder(
@@ -59,9 +106,31 @@ MODELS = {
     "qwen2 tied": lambda: _decoder(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True),
     "qwen3": lambda: _decoder(Qwen3ForCausalLM, Qwen3Config, head_dim=8, tie_word_embeddings=False),
     "gemma2 softcap": lambda: _decoder(Gemma2ForCausalLM, Gemma2Config, head_dim=8, final_logit_softcapping=5.0),
+    "mistral window": lambda: _decoder(MistralForCausalLM, MistralConfig, sliding_window=5, tie_word_embeddings=False),
     "cohere scale": lambda: _decoder(CohereForCausalLM, CohereConfig, logit_scale=0.25),
     "granite divide": lambda: _decoder(GraniteForCausalLM, GraniteConfig, logits_scaling=3.0),
     "phi bias": lambda: _decoder(PhiForCausalLM, PhiConfig, num_key_value_heads=4),
+    "hyperclova x scale": lambda: _decoder(
+        HyperCLOVAXForCausalLM, HyperCLOVAXConfig, logits_scaling=0.3, tie_word_embeddings=False
+    ),
+    "falcon h1 scale": lambda: _decoder(
+        FalconH1ForCausalLM,
+        FalconH1Config,
+        lm_head_multiplier=0.3,
+        mamba_d_ssm=32,
+        mamba_n_heads=4,
+        mamba_d_state=8,
+        mamba_chunk_size=8,
+    ),
+    "qwen3 moe": lambda: _decoder(
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "qwen2.5 vl": _qwen2_5_vl,
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(
             vocab_size=61,
@@ -93,21 +162,34 @@ def tiny_model(name: str = "llama") -> PreTrainedModel:
     return model
 
 
-def tiny_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(
+    pad_is_eos: bool = False,
+    vision: bool = False,
+    tokenizer_class: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast,
+) -> PreTrainedTokenizerFast:
     """One token a character."""
-    special = ["<pad>", "<eos>", "<unk>"]
-    vocabulary = {token: index for index, token in enumerate([*special, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words = [*_SPECIAL, *CHARACTERS, *(_VISION if vision else [])]
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<eos>" if pad_is_eos else "<pad>", eos_token="<eos>", unk_token="<unk>"
+    tokenizer.add_special_tokens([*_SPECIAL, *(_VISION if vision else [])])
+    return tokenizer_class(
+        tokenizer_object=tokenizer,
+        pad_token="<eos>" if pad_is_eos else "<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
     )
 
 
-def many_letters(completions: list[str], **_: Any) -> list[float]:
+def many_letters(completions: list[Any], **_: Any) -> list[float]:
     """A reward that differs between completions: more different characters, and some a."""
-    return [len(set(text)) / 5 + (0.3 if "a" in text else 0.0) for text in completions]
+    texts = [
+        text if isinstance(text, str) else "".join(m["content"] for m in text if m["role"] == "assistant")
+        for text in completions
+    ]
+    return [len(set(text)) / 5 + (0.3 if "a" in text else 0.0) for text in texts]
 
 
 def tiny_trainer(
@@ -116,7 +198,13 @@ def tiny_trainer(
     lora: bool | LoraConfig = True,
     trainer_class: type[GRPOTrainer] = GRPOTrainer,
     pad_is_eos: bool = False,
+    train_dataset: Dataset | None = None,
     eval_dataset: Dataset | None = None,
+    reward: Callable[..., list[float]] = many_letters,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    tools: list[Callable] | None = None,
+    environment_factory: Callable | None = None,
+    rollout_func: Callable | None = None,
     **config: Any,
 ) -> GRPOTrainer:
     """A float32 CPU trainer that does six optimizer steps with rows of very different lengths."""
@@ -144,10 +232,13 @@ def tiny_trainer(
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")
     return trainer_class(
         model=tiny_model(model) if isinstance(model, str) else model,
-        reward_funcs=many_letters,
+        reward_funcs=reward,
         args=GRPOConfig(output_dir=str(output_dir), **settings),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        train_dataset=train_dataset or Dataset.from_dict({"prompt": PROMPTS}),
         eval_dataset=eval_dataset,
-        processing_class=tiny_tokenizer(pad_is_eos),
+        processing_class=processing_class or tiny_tokenizer(pad_is_eos),
         peft_config=lora or None,
+        tools=tools,
+        environment_factory=environment_factory,
+        rollout_func=rollout_func,
     )

@@ -1,0 +1,96 @@
+"""One of two gloo processes: trains every case stock and patched under DDP, compares, and says which cases are equal.
+
+test_two_processes.py starts it, with the rank in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from tiny import tiny_trainer
+from trl import GRPOTrainer
+from twins import assert_same_metrics, assert_same_parameters, trained_parameters
+
+import fastgrpo
+
+EOS = 1
+
+
+class NeverEndsOnTheSecondRank(GRPOTrainer):
+    """With mask_truncated_completions all micro-batches of rank 1 are empty, and those of rank 0 are not."""
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        rows, logprobs = super()._generate_single_turn(*args, **kwargs)
+        if self.accelerator.process_index == 1:
+            return [[token if token != EOS else 5 for token in row] for row in rows], logprobs
+        return [[*row[:-1], EOS] for row in rows], logprobs
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "lora, checkpointing": {"gradient_checkpointing": True, "beta": 0.04},
+    "full": {"lora": False, "entropy_coef": 0.05},
+    "full, checkpointing": {"lora": False, "gradient_checkpointing": True, "loss_type": "grpo"},
+    "an empty rank": {"trainer_class": NeverEndsOnTheSecondRank, "mask_truncated_completions": True},
+    "an empty rank, full": {
+        "trainer_class": NeverEndsOnTheSecondRank,
+        "mask_truncated_completions": True,
+        "lora": False,
+        "model": "gemma2 softcap",
+    },
+    "trained copy of the head": {
+        "lora": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        "beta": 0.04,
+    },
+    "mixture of experts": {"model": "qwen3 moe", "router_aux_loss_coef": 0.1},
+}
+
+
+def train(folder: Path, patched: bool, settings: dict[str, Any]) -> tuple[GRPOTrainer, dict[str, torch.Tensor]]:
+    trainer = tiny_trainer(folder, max_steps=3, **settings)
+    before = trained_parameters(trainer)
+    if patched:
+        fastgrpo.patch(trainer)
+    trainer.train()
+    return trainer, before
+
+
+def tokens(trainer: GRPOTrainer) -> list[list[int]]:
+    """Counted completion tokens of both ranks in each of the last micro-batches."""
+    counts = torch.stack([batch["completion_mask"].sum() for batch in trainer._buffered_inputs])
+    return trainer.accelerator.gather(counts[:, None].T).T.tolist()
+
+
+def main(folder: Path) -> None:
+    for case, settings in CASES.items():
+        stock, before = train(folder, False, settings)
+        patched, _ = train(folder, True, settings)
+        assert isinstance(patched.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+        assert [b["completion_ids"].tolist() for b in stock._buffered_inputs] == [
+            b["completion_ids"].tolist() for b in patched._buffered_inputs
+        ]
+        assert_same_metrics(stock.state.log_history, patched.state.log_history)
+        assert_same_parameters(stock, patched, before)
+        for name, parameter in trained_parameters(patched).items():
+            other = parameter.clone()
+            dist.broadcast(other, src=0)
+            assert torch.equal(parameter, other), f"{name} differs between the ranks"
+        counts = tokens(patched)
+        assert any(first != second for first, second in counts), counts
+        assert all((second == 0) == ("empty" in case) for _, second in counts), counts
+        fastgrpo.unpatch(patched)
+        print(f"equal: {case}", flush=True)
+    dist.barrier()
+    # Taking gloo down in order can wait for ever for a process that has already gone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
