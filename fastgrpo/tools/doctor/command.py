@@ -60,6 +60,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--lora-targets", metavar="TARGETS", help="layers with an adapter: all-linear, or names with commas"
     )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="also ten steps of four rollouts on the run's own rollout path: seconds per step, wall clock, memory",
+    )
     parser.add_argument("--no-step", action="store_true", help="leave the tiny step out")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.set_defaults(run=run, error=parser.error)
@@ -84,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     case = Case(Path(model) if model else None, tuple(arguments.rewards), rows, settings, arguments.server)
     to = None if arguments.json else console()
     found = []
-    for line in _examine(layers(step=not arguments.no_step), case, errors):
+    for line in _examine(layers(not arguments.no_step, arguments.smoke), case, errors):
         found.append(line)
         if to is not None:
             _show(line, to)

@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from transformers import PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 import fastgrpo
 from fastgrpo.tools.demo.quiet import quiet_libraries
-from fastgrpo.tools.demo.toy import toy_model, toy_tokenizer
 from fastgrpo.tools.doctor.case import Case, Line
-from fastgrpo.tools.doctor.rewards import load_function
+from fastgrpo.tools.doctor.trainer import build_trainer
 
-_GENERATIONS = 4
-_COMPLETION = 8
+_ONE_SMALL_STEP = {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
 _RATIO_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
@@ -28,8 +24,7 @@ def check_step(case: Case) -> Iterator[Line]:
     """One optimizer step on the CPU or GPU at hand: reward 0 everywhere, NaN, and the ratio before the first update."""
     with quiet_libraries(), tempfile.TemporaryDirectory() as folder:
         try:
-            trainer = _trainer(case, Path(folder))
-            yield from examine_step(trainer)
+            yield from examine_step(build_trainer(case, Path(folder), **_ONE_SMALL_STEP))
         except Exception as error:  # anything may break in somebody's model or reward
             text = (str(error).strip() or type(error).__name__).splitlines()[0]
             yield Line("one step", "wrong", f"{type(error).__name__}: {text}", "the error's text says what it misses")
@@ -98,53 +93,3 @@ def _largest_ratio(trainer: GRPOTrainer, model: torch.nn.Module, inputs: dict[st
         pair = [trainer._get_per_token_logps_and_entropies(model, ids, mask, keep)[0] for _ in range(2)]
     difference = (pair[0] - pair[1])[inputs["completion_mask"].bool()]
     return float(difference[difference.abs().argmax()].exp()) if difference.numel() else 1.0
-
-
-def _trainer(case: Case, folder: Path) -> GRPOTrainer:
-    rows = [dict(row) for row in case.rows[:2]] or [{"prompt": "1+1="}, {"prompt": "12+30="}]
-    for row in rows:
-        row.pop("completion", None)
-    config = GRPOConfig(
-        output_dir=str(folder),
-        max_steps=1,
-        per_device_train_batch_size=_GENERATIONS,
-        num_generations=_GENERATIONS,
-        max_completion_length=_COMPLETION,
-        use_cpu=not torch.cuda.is_available(),
-        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-    )
-    if case.model is None:
-        tokenizer = toy_tokenizer()
-        model: Any = toy_model(tokenizer)
-    else:
-        from fastgrpo.tools.demo.loading import load
-
-        model, tokenizer = load(case.model)
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=[load_function(spec) for spec in case.rewards] or _different_characters,
-        args=config,
-        train_dataset=Dataset.from_list(rows * 4),
-        processing_class=tokenizer,
-        peft_config=_lora(case),
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def _lora(case: Case) -> Any:
-    if case.model is None or case.lora_rank is None:
-        return None
-    from peft import LoraConfig
-
-    targets = case.lora_targets
-    return LoraConfig(r=case.lora_rank, target_modules=targets if isinstance(targets, str) else list(targets))
-
-
-def _different_characters(completions: list[Any], **_: Any) -> list[float]:
-    return [float(len(set(str(completion)))) for completion in completions]
