@@ -232,15 +232,15 @@ def head_bytes(settings: PlanSettings, shape: ModelShape) -> float:
     What the output head needs beside its weight and the hidden states, for the completion tokens of a micro-batch.
 
     `head="full"`: one matrix of logits in the dtype of the products, the least that any head needs which materialises them.
-    fastgrpo: two fp32 buffers of a chunk and a 16-bit copy of one; with a frozen head d logprob / d hidden in fp32, and in the
-    backward three of its size; with one that trains, its gradient in fp32 (and, where micro-batches accumulate, in its dtype).
+    fastgrpo: three fp32 buffers of a chunk, two of which the byte budget counts, and a 16-bit copy of one. With a frozen head,
+    d logprob / d hidden in fp32, and in the backward three of its size; with one that trains, its gradient in fp32 (and,
+    where micro-batches accumulate, in its dtype).
     """
     tokens, width, words = settings.scored_tokens, shape.hidden, shape.vocabulary
     if settings.head == "full":
         return tokens * words * settings.compute_bytes
     chunk = min(settings.head_chunk_bytes, 2 * tokens * words * 4)
-    if settings.compute_bytes == 2:
-        chunk += chunk / 4
+    chunk *= 1.75 if settings.compute_bytes == 2 else 1.5
     if not settings.full:
         slope = tokens * width * 4
         return max(chunk + slope, 3 * slope + tokens * width * settings.weight_bytes)
