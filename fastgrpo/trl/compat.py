@@ -119,8 +119,8 @@ def check_trainer(trainer: GRPOTrainer) -> None:
 
 
 def overrides(trainer: GRPOTrainer, method: str) -> bool:
-    """Whether the trainer's class brings its own version of a GRPOTrainer method."""
-    return getattr(type(trainer), method) is not getattr(GRPOTrainer, method)
+    """Whether the trainer, by its class or on the object, brings its own version of a GRPOTrainer method."""
+    return method in trainer.__dict__ or getattr(type(trainer), method) is not getattr(GRPOTrainer, method)
 
 
 def packing_obstacle(trainer: GRPOTrainer) -> str:

@@ -13,7 +13,7 @@ PACKING_CHOICES = ("auto", "varlen", "left", "none")
 @dataclass(frozen=True)
 class Options:
     """
-    Options of `fastgrpo.patch`. None of them changes a result.
+    Options of `fastgrpo.patch`. None of them changes a loss or a gradient.
 
     Args:
         chunk_bytes: device bytes for the logits alive at once; None = 512 MiB, on a CPU 128 MiB.
@@ -23,6 +23,8 @@ class Options:
             tokens at the left, padding shared by all rows cut; `"none"` = as TRL pads it; `"auto"` = the first of these
             that is right for the model.
         share_prefix: with `"varlen"`, a prompt that several completions continue is computed once.
+        skip_zero_advantage: rows with an advantage of 0, or with nothing in their loss mask, stay out of the gradient
+            forward. Loss and gradients stay the same; `entropy`, a metric, becomes the mean over the other rows.
         run_log: where every `train()` writes its run log: True = `log.jsonl` in the trainer's output folder, a path = that
             `.jsonl` file or `log.jsonl` in that folder, False = nowhere. A log that is there is kept; the new one gets a
             number.
@@ -37,6 +39,7 @@ class Options:
     logit_chunk_multiplier: float | None = None
     packing: str = "auto"
     share_prefix: bool = True
+    skip_zero_advantage: bool = False
     run_log: str | Path | bool = True
 
     def __post_init__(self) -> None:
@@ -44,9 +47,9 @@ class Options:
         if self.packing not in PACKING_CHOICES:
             allowed = ", ".join(map(repr, PACKING_CHOICES))
             raise ValueError(f"packing is {self.packing!r}; choose one of {allowed}.")
-        if not isinstance(self.share_prefix, bool):
-            raise ValueError(f"share_prefix is {self.share_prefix!r}; it must be True or False.")
-
+        for name in ("share_prefix", "skip_zero_advantage"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
         if not isinstance(self.run_log, str | Path | bool) or self.run_log == "":
             raise ValueError(f"run_log is {self.run_log!r}; give a path, True or False.")
 

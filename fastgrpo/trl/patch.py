@@ -15,6 +15,7 @@ from fastgrpo.kernels.backends import REFERENCE, Backend, forget_backend, note_b
 from fastgrpo.trl.attention import install_attention, remove_attention
 from fastgrpo.trl.compat import (
     HEAD_NAME,
+    LOSS_METHOD,
     SCORING_METHOD,
     UnsupportedError,
     accepts_position_ids,
@@ -31,6 +32,7 @@ from fastgrpo.trl.heads import HeadDispatcher
 from fastgrpo.trl.probe import Finding, probe
 from fastgrpo.trl.runlog import LoggedTrain
 from fastgrpo.trl.scoring import Layouts, ScoringMethod
+from fastgrpo.trl.skipping import SkippingLoss, skipping_obstacle
 from fastgrpo.trl.start import StartLines
 
 logger = logging.getLogger("fastgrpo")
@@ -129,6 +131,8 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
         )
     options = options or Options()
     obstacles = _obstacles(trainer, options)
+    if options.skip_zero_advantage and skipping_obstacle(trainer):
+        raise ValueError(f"skip_zero_advantage=True is not possible: {skipping_obstacle(trainer)}; leave it False.")
     layouts: list[Layouts] = [layout for layout, obstacle in obstacles.items() if not obstacle]
     method = ScoringMethod(
         trainer,
@@ -147,13 +151,15 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     except BaseException:
         handle.unpatch()
         raise
+    for note in notes_on(trainer, handle.layout != "none"):
+        logger.warning("fastgrpo: %s.", note)
     _replace(handle, trainer, SCORING_METHOD, method)
+    if options.skip_zero_advantage:
+        _replace(handle, trainer, LOSS_METHOD, SkippingLoss(trainer, method))
     if options.run_log is not False:
         _replace(handle, trainer, "train", LoggedTrain(trainer, options))
     handle.callback = StartLines(handle)
     trainer.add_callback(handle.callback)
-    for note in notes_on(trainer, handle.layout != "none"):
-        logger.warning("fastgrpo: %s.", note)
     return handle
 
 

@@ -19,6 +19,7 @@ from fastgrpo.packing import left_pack, pack
 from fastgrpo.trl.attention import LAYOUT_ARGUMENT, Layout, without_masks
 from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, has_attention_window, has_fused_head, overrides
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
+from fastgrpo.trl.skipping import Kept
 
 _IGNORE = -100
 Layouts = Literal["varlen", "left", "none"]
@@ -42,6 +43,7 @@ class ScoringMethod:
         self.trainer, self.plan, self.explicit_positions = trainer, plan, explicit_positions
         self.layout, self.share_prefix = layout, share_prefix
         self.handle: object | None = None
+        self.kept: Kept | None = None
         self._own_method = overrides(trainer, SCORING_METHOD)
         self._windowed = has_attention_window(trainer)
         self._own_loss = overrides(trainer, LOSS_METHOD)
@@ -88,17 +90,22 @@ class ScoringMethod:
                     **model_inputs,
                 )
         with profiling_context(self.trainer, SCORING_METHOD):
+            count = input_ids.shape[0]
+            if self.kept is not None:
+                input_ids, attention_mask = input_ids[self.kept.rows], attention_mask[self.kept.rows]
             rows = batch_size or max(input_ids.shape[0], 1)
             parts = [
                 self._score(model, ids, mask, logits_to_keep, entropy, compute_aux_loss, self.layout)
                 for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
             ]
-            logprobs, entropies, aux_losses = zip(*parts, strict=True)
-            return (
-                torch.cat(logprobs),
-                torch.cat(entropies) if compute_entropy else None,
-                torch.stack(aux_losses).mean() if compute_aux_loss else None,
-            )
+            all_logprobs, all_entropies, aux_losses = zip(*parts, strict=True)
+            logprobs, entropies = torch.cat(all_logprobs), torch.cat(all_entropies) if compute_entropy else None
+            if self.kept is not None:
+                logprobs = self.kept.spread_logprobs(logprobs, count)
+                if entropies is not None:
+                    scored = attention_mask[:, attention_mask.shape[1] - logits_to_keep :]
+                    entropies = self.kept.spread_entropies(entropies, scored, count)
+            return logprobs, entropies, torch.stack(aux_losses).mean() if compute_aux_loss else None
 
     def score(
         self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, layout: Layouts
