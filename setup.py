@@ -5,6 +5,7 @@ FASTGRPO_BUILD overrides the choice: `auto` (default), `cuda`, `hip`, or `python
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -43,6 +44,17 @@ def cuda_root(nvcc: str) -> Path:
     return Path(top.group(1).strip()).resolve()
 
 
+def torch_folder() -> Path:
+    """The torch whose headers the ops are built against; any from 2.10 on gives the same library."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise SystemExit(
+            "fastgrpo: the kernels are built against torch's headers, and there is no torch in this environment; install "
+            "torch 2.10 or newer (any build, CPU too), or set FASTGRPO_BUILD=python for the pure-Python package."
+        )
+    return Path(found.origin).parent
+
+
 def toolchain() -> tuple[list[str], dict[str, str]] | None:
     """CMake arguments and environment of the compiler to use; None for the pure-Python package."""
     build = os.environ.get("FASTGRPO_BUILD") or "auto"
@@ -79,6 +91,8 @@ class BuildLibrary(build_ext):
         # --fresh: a second pip install in the same checkout finds the ninja of the first one's build environment gone.
         configure = ["cmake", "--fresh", "-S", ROOT, "-B", build, "-G", "Ninja", *arguments]
         configure += [f"-DFASTGRPO_VERSION={self.distribution.get_version()}", "-DCMAKE_BUILD_TYPE=Release"]
+        if "-DFASTGRPO_BACKEND=cuda" in arguments:
+            configure.append(f"-DFASTGRPO_TORCH={torch_folder()}")
         install = ["cmake", "--install", build, "--prefix", target, "--strip"]
         for command in (configure, ["cmake", "--build", build], install):
             subprocess.run([str(part) for part in command], check=True, env=environment)
@@ -108,6 +122,8 @@ class Wheel(bdist_wheel):
 TOOLCHAIN = toolchain()
 
 setup(
+    # A build environment gets torch only where there is something to compile against it.
+    setup_requires=["torch>=2.10"] if TOOLCHAIN and "-DFASTGRPO_BACKEND=cuda" in TOOLCHAIN[0] else [],
     ext_modules=[Extension("fastgrpo._lib.kernels", sources=[])] if TOOLCHAIN else [],
     cmdclass={"build_ext": BuildLibrary, "build_py": BuildPython, "bdist_wheel": Wheel},
 )

@@ -42,8 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.bench == "head":
         from bench import head
 
-        dtypes = [getattr(torch, name) for name in options.dtype]
-        run = head.run(device, dtypes, rounds, warm_ups, options.quick)
+        names = options.dtype or (["bfloat16"] if device.type == "cuda" else ["float32", "bfloat16"])
+        dtypes = [getattr(torch, name) for name in names]
+        run = head.run(device, dtypes, rounds, warm_ups, options.quick, options.only, options.task)
+    elif options.bench == "rows":
+        from bench import rows
+
+        run = rows.run(device, rounds, warm_ups, options.quick)
     else:
         from bench import update
 
@@ -85,7 +90,15 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     head = benches.add_parser("head", parents=[common], help="the head alone, against peers and the products it needs")
-    head.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"])
+    head.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=["float32", "bfloat16", "float16"],
+        help="default: float32 and bfloat16, on CUDA bfloat16",
+    )
+    head.add_argument("--only", nargs="+", metavar="TEXT", help="shapes whose name holds one of these")
+    head.add_argument("--task", nargs="+", choices=["forward", "frozen", "trained", "entropy"], help="default: all")
+    benches.add_parser("rows", parents=[common], help="the row kernels alone, against a copy (CUDA)")
     update = benches.add_parser("update", parents=[common], help="a GRPOTrainer's update, stock and patched")
     update.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="bfloat16 = autocast")
     update.add_argument("--train", nargs="+", default=["lora", "full"], choices=["lora", "full"])

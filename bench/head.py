@@ -28,7 +28,7 @@ class Shape:
         name: as printed.
         hidden, vocabulary: H, V.
         sequences, width: B, T of the padded micro-batch.
-        masked: fraction of its positions that is not scored (prompt and padding).
+        masked: fraction of its positions that is not scored (prompt and padding); 0: all are.
     """
 
     name: str
@@ -43,7 +43,21 @@ CPU_SHAPES = (
     Shape("SmolLM2-135M", hidden=576, vocabulary=49152, sequences=8, width=256),
     Shape("odd V", hidden=320, vocabulary=10007, sequences=4, width=128),
 )
-CUDA_SHAPES = (Shape("Qwen3-1.7B", hidden=2048, vocabulary=151936, sequences=16, width=1024),)
+CUDA_SHAPES = (
+    *(
+        Shape(f"{rows} x {hidden} x {vocabulary}", hidden, vocabulary, sequences=8, width=rows // 8, masked=0.0)
+        for rows, hidden, vocabulary in (
+            (8192, 896, 151936),
+            (16384, 1024, 151936),
+            (8192, 2048, 151936),
+            (16384, 2048, 151936),
+            (2048, 4096, 128256),
+            (8192, 4096, 128256),
+            (8192, 5120, 152064),
+        )
+    ),
+    Shape("Qwen3-1.7B, 40 % masked", hidden=2048, vocabulary=151936, sequences=16, width=1024),
+)
 QUICK_SHAPES = (Shape("quick", hidden=64, vocabulary=1009, sequences=4, width=32),)
 _TITLES = {
     "forward": "forward only",
@@ -65,7 +79,15 @@ _COLUMNS = (
 )
 
 
-def run(device: torch.device, dtypes: list[torch.dtype], rounds: int, warm_ups: int, quick: bool) -> dict[str, Any]:
+def run(
+    device: torch.device,
+    dtypes: list[torch.dtype],
+    rounds: int,
+    warm_ups: int,
+    quick: bool,
+    only: list[str] | None = None,
+    tasks: list[str] | None = None,
+) -> dict[str, Any]:
     """
     Measures every shape, dtype, task and peer, and prints the tables.
 
@@ -74,18 +96,22 @@ def run(device: torch.device, dtypes: list[torch.dtype], rounds: int, warm_ups: 
         dtypes: of hidden states and weight.
         rounds, warm_ups: see `interleave`.
         quick: one tiny shape, to see that everything works.
+        only: parts of the names of the shapes to run; None = all.
+        tasks: names of tasks; None = all.
 
     Returns:
         The run, see `report.record`.
     """
     shapes = QUICK_SHAPES if quick else CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES
+    if only is not None:
+        shapes = tuple(shape for shape in shapes if any(part in shape.name for part in only))
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for shape in shapes:
         for dtype in dtypes:
             problem = make_problem(shape, dtype, device)
             dtype_name = str(dtype).removeprefix("torch.")
-            by_task = {task: _measure(problem, task, dtype, rounds, warm_ups, device) for task in TASKS}
+            by_task = {task: _measure(problem, task, dtype, rounds, warm_ups, device) for task in tasks or TASKS}
             for task, lines in by_task.items():
                 ratios |= _ratios(f"{shape.name}/{dtype_name}/{task}", lines)
                 rows += [{"shape": shape.name, "dtype": dtype_name, "task": task, **line} for line in lines]
@@ -107,30 +133,37 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
     Returns:
         Problem.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator)
+        return torch.randn(*size, generator=generator, device=device)
 
     weight = normal(shape.vocabulary, shape.hidden) * 1.5 / shape.hidden**0.5
     hidden = normal(shape.sequences, shape.width, shape.hidden)
-    targets = torch.randint(shape.vocabulary, hidden.shape[:2], generator=generator)
+    targets = torch.randint(shape.vocabulary, hidden.shape[:2], generator=generator, device=device)
     # A push along the target's row of the weight lifts its logit by up to 16, to a probability between 0 and 1.
-    push = torch.rand(hidden.shape[:2], generator=generator).mul_(16).where(normal(*hidden.shape[:2]) > 0, 0.0)
+    push = (
+        torch.rand(hidden.shape[:2], generator=generator, device=device)
+        .mul_(16)
+        .where(normal(*hidden.shape[:2]) > 0, 0.0)
+    )
     direction = weight[targets]
     hidden += (push / direction.square().sum(-1)).unsqueeze(-1) * direction
+    del direction
 
     # Completions of 1/2 to 3/2 of the mean length, one behind the other's prompt: first and last columns are masked.
     mean = (1 - shape.masked) * shape.width
-    lengths = (mean * torch.linspace(0.5, 1.5, shape.sequences)).round().long().clamp(max=shape.width - 1)
+    lengths = (mean * torch.linspace(0.5, 1.5, shape.sequences)).round().long().clamp(max=shape.width - 1).to(device)
+    if shape.masked == 0.0:
+        lengths.fill_(shape.width)
     start = ((shape.width - lengths) // 2).unsqueeze(1)
-    columns = torch.arange(shape.width)
+    columns = torch.arange(shape.width, device=device)
     scored = (columns >= start) & (columns < start + lengths.unsqueeze(1))
     return Problem(
-        hidden.to(device, dtype),
-        weight.to(device, dtype),
-        targets.masked_fill(~scored, -100).to(device),
-        normal(shape.sequences).to(device),
+        hidden.to(dtype),
+        weight.to(dtype),
+        targets.masked_fill(~scored, -100),
+        normal(shape.sequences),
     )
 
 
@@ -141,7 +174,7 @@ def _measure(
     products = floor(problem)(task)
     cases = {FLOOR: products}
     lines: dict[str, dict[str, Any]] = {FLOOR: {"peer": FLOOR, "note": ""}}
-    for peer in peers(dtype):
+    for peer in peers(dtype, device):
         if task not in peer.tasks:
             continue
         line = {"peer": peer.name, "note": peer.missing}
@@ -189,6 +222,8 @@ def _ratios(key: str, lines: list[dict[str, Any]]) -> dict[str, float]:
     ours = by_peer[OURS]
     ratios = {f"{key}/time: fastgrpo over floor": ours["time_over_floor"]}
     for name in (TRL_AS_CALLED, TRL_ROWS):
+        if "seconds" not in by_peer[name]:
+            continue
         ratios[f"{key}/time: fastgrpo over {name}"] = 1 / by_peer[name]["time_over_fastgrpo"]
         ratios[f"{key}/memory: fastgrpo over {name}"] = ours["extra_mib"] / by_peer[name]["extra_mib"]
     fused = by_peer.get("fastgrpo, fused loss")

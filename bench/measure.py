@@ -59,7 +59,7 @@ def interleave(cases: Mapping[str, Case], rounds: int, warm_ups: int, device: to
         Name -> Timing.
     """
     samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in cases}
-    clock = _device_clock if device.type == "cuda" else _host_clock
+    clock = device_clock if device.type == "cuda" else _host_clock
     for turn in range(-warm_ups, rounds):
         for name in reversed(cases) if turn % 2 else cases:
             sample = clock(cases[name])
@@ -72,7 +72,7 @@ def extra_peak_bytes(case: Case, device: torch.device) -> int:
     """
     Most bytes that torch held at once during a call, on top of what was held before it.
 
-    On CUDA this is the caching allocator's maximum (that branch has not been run). On a CPU it is the running sum of the
+    On CUDA this is the caching allocator's maximum. On a CPU it is the running sum of the
     allocator's own events, temporaries inside an op included; it equals the growth of the resident set in a fresh process
     whose malloc maps every tensor (see bench/README.md), but needs no fresh process and has no noise.
     """
@@ -100,7 +100,8 @@ def _host_clock(case: Case) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - processor
 
 
-def _device_clock(case: Case) -> tuple[float]:
+def device_clock(case: Case) -> tuple[float]:
+    """Seconds between two device events around a call."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     case()

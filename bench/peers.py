@@ -49,6 +49,11 @@ class Problem:
         return self.targets != -100
 
     @cached_property
+    def all_scored(self) -> bool:
+        """Whether every position is."""
+        return bool(self.scored.all())
+
+    @cached_property
     def rows(self) -> Tensor:
         """`[N, H]`: the hidden states that are scored."""
         return self.hidden[self.scored]
@@ -94,15 +99,17 @@ Score = Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor | None]]
 """`(hidden [R, H], weight, targets [R], task) -> log-probs [R], entropy [R] or None`."""
 
 
-def peers(dtype: torch.dtype) -> list[Peer]:
-    """All peers for inputs of a dtype; `fastgrpo` and the two of TRL are always first."""
+def peers(dtype: torch.dtype, device: torch.device | None = None) -> list[Peer]:
+    """All peers for inputs of a dtype on a device; `fastgrpo` and the two of TRL are always first."""
+    trl_missing = _missing("trl.kernels.chunked_logprob", "trl")
     found = [
         Peer("fastgrpo", _scorer(_fastgrpo, compact=False)),
-        Peer("TRL, as called", _scorer(_trl, compact=False)),
-        Peer("TRL, scored rows", _scorer(_trl, compact=True)),
+        Peer("TRL, as called", _scorer(_trl, compact=False), missing=trl_missing),
+        Peer("TRL, scored rows", _scorer(_trl, compact=True), missing=trl_missing),
         Peer("fastgrpo, fused loss", _fastgrpo_loss, ("trained",)),
-        Peer("full logits, fp32", _scorer(_full_logits_fp32, compact=True)),
     ]
+    if device is None or device.type != "cuda":  # there, float32 products are ten times slower than 16-bit ones
+        found.append(Peer("full logits, fp32", _scorer(_full_logits_fp32, compact=True)))
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
         found.append(Peer(f"full logits, eager {name}", _scorer(_full_logits_eager, compact=True)))
@@ -187,7 +194,7 @@ def _scorer(score: Score, compact: bool) -> Callable[[Problem, str], Output]:
             hidden, targets = problem.hidden.flatten(0, 1), problem.targets.flatten()
         hidden = hidden.detach().requires_grad_(with_grad)
         weight = problem.weight.detach().requires_grad_(task == "trained")
-        keep = ... if compact else problem.scored.flatten()
+        keep = ... if compact or problem.all_scored else problem.scored.flatten()
         with torch.set_grad_enabled(with_grad):
             logprobs, entropy = score(hidden, weight, targets, task)
             logprobs = logprobs[keep]

@@ -53,7 +53,9 @@ class ChunkPlan:
                     f"num_chunks={self.num_chunks} fixes it; give one of the two."
                 )
 
-    def rows(self, count: int, vocabulary: int, buffers: int, itemsize: int, device: torch.device) -> int:
+    def rows(
+        self, count: int, vocabulary: int, buffers: int, itemsize: int, device: torch.device, tile: int = 1
+    ) -> int:
         """
         Rows in a chunk.
 
@@ -63,6 +65,7 @@ class ChunkPlan:
             buffers: `[rows, V]` buffers that the pass keeps alive at once.
             itemsize: bytes of one of their elements.
             device: where they live.
+            tile: rows that a product computes at a time; an automatic number is a multiple of it where it is larger.
 
         Returns:
             At least 1.
@@ -73,6 +76,6 @@ class ChunkPlan:
         if budget is None:
             budget = DEFAULT_CHUNK_BYTES_CPU if device.type == "cpu" else DEFAULT_CHUNK_BYTES
         rows = max(1, budget // (vocabulary * itemsize * buffers))
-        if self.logit_chunk_multiplier is None:
-            return rows
-        return max(1, int(min(rows / self.logit_chunk_multiplier, max(count, 1))))
+        if self.logit_chunk_multiplier is not None:
+            rows = max(1, int(min(rows / self.logit_chunk_multiplier, max(count, 1))))
+        return rows if rows < tile else rows - rows % tile

@@ -18,11 +18,14 @@ from torch import Tensor
 
 from fastgrpo.checks import require_device_of, require_float, require_number, require_tensor
 from fastgrpo.chunking import ChunkPlan
+from fastgrpo.kernels.select import head_kernels
 from fastgrpo.objective import GRPOStats, Objective, grpo_loss, require_objective, row_local_terms_exist, vespo_weights
 from fastgrpo.ops import accumulation_dtype, linear_grpo_op, linear_logprob_op, objective_constants
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _IGNORED = -1
+# What cuBLAS computes at a time: a chunk of other sizes leaves its last tile partly idle.
+_TILE = 256
 
 
 class LogProbs(NamedTuple):
@@ -297,17 +300,22 @@ class _Segments:
             )
         offsets = segments.long()
         lengths = offsets.diff()
-        ends = offsets[[0, -1]].tolist()
-        if ends != [0, count] or bool((lengths < 0).any()):
+        self.count, self.batch = count, lengths.numel()
+        # One copy to the host for all that must be known there.
+        first, last, shortest, width = torch.stack(
+            [offsets[0], offsets[-1], *((lengths.min(), lengths.max()) if self.batch else (offsets[0], offsets[0]))]
+        ).tolist()
+        if [first, last] != [0, count] or shortest < 0:
             raise ValueError(
-                f"segments runs from {ends[0]} to {ends[1]}; it must start at 0, never fall, and end at the {count} rows "
+                f"segments runs from {first} to {last}; it must start at 0, never fall, and end at the {count} rows "
                 "of hidden."
             )
-        self.count, self.batch = count, lengths.numel()
-        width = int(lengths.max()) if self.batch else 0
         columns = torch.arange(width, device=segments.device)
         self._inside = columns < lengths.unsqueeze(1)
         self._index = (offsets[:-1].unsqueeze(1) + columns).clamp(max=max(count - 1, 0))
+        rows = torch.arange(count, device=segments.device)
+        sequence = torch.bucketize(rows, offsets[1:], right=True)
+        self._place = sequence * width + rows - offsets[sequence]
 
     def pad(self, values: Tensor | None) -> Tensor | None:
         """`[N]` to `[B, T]`, 0 behind the end of a sequence."""
@@ -319,7 +327,7 @@ class _Segments:
 
     def unpad(self, values: Tensor) -> Tensor:
         """`[B, T]` to `[N]`."""
-        return values[self._inside]
+        return values.reshape(-1)[self._place]
 
     def is_per_row(self, values: Tensor) -> bool:
         """Whether `values` is `[N]`; where B == N it is one value a sequence."""
@@ -337,11 +345,12 @@ def _flat_stats(stats: GRPOStats, logprobs: Tensor, entropy: Tensor) -> GRPOStat
 
 
 def _chunk_rows(plan: ChunkPlan, hidden: Tensor, head: _Head, with_entropy: bool) -> int:
-    # logits; a second buffer where both z and exp(z) are needed; a third for the slope of a softcap.
+    kernels = head_kernels(hidden.device, head.compute_dtype, head.trains)
     gradient = head.need_hidden or head.trains
-    buffers = 1 + with_entropy + (head.softcap is not None and gradient)
+    buffers = kernels.buffers(with_entropy, head.softcap is not None and gradient)
     itemsize = accumulation_dtype(head.compute_dtype).itemsize
-    return plan.rows(hidden.shape[0], head.weight.shape[0], buffers, itemsize, hidden.device)
+    tile = _TILE if hidden.device.type == "cuda" else 1
+    return plan.rows(hidden.shape[0], head.weight.shape[0], buffers, itemsize, hidden.device, tile)
 
 
 def _check_head(

@@ -6,19 +6,15 @@ tensors, empty where unused. Chunks own whole vocabulary rows. Rows whose target
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from fastgrpo.kernels.reference import (
-    Transform,
-    add_weight_grad_,
-    as_operand,
-    back_project,
-    project,
-    row_grad,
-    row_pass,
-)
-from fastgrpo.objective import Objective, TokenTerms, token_grad, token_terms
+from fastgrpo.kernels.reference import Operands, RowPass, TokenObjective, Transform
+from fastgrpo.kernels.select import head_kernels
+from fastgrpo.objective import LOSS_TYPES, Objective, TokenTerms, token_grad, token_terms
 
 
 def accumulation_dtype(compute_dtype: torch.dtype) -> torch.dtype:
@@ -65,26 +61,27 @@ def linear_logprob_op(
     logprob_slope = _zeros_if(with_logprob_slope, hidden, hidden.shape, dtype)
     entropy_slope = _zeros_if(with_entropy_slope, hidden, hidden.shape, dtype)
     rows = _computed_rows(targets, weight.shape[0])
-    operand = as_operand(weight, compute_dtype)
+    kernels = head_kernels(hidden.device, compute_dtype, trains=False)
     with torch.autocast(hidden.device.type, enabled=False):
-        for index in _chunks(rows, chunk_rows):
-            chunk_targets = targets[index]
-            logits = transform.apply_(project(hidden[index], operand, bias, compute_dtype, dtype))
-            result = row_pass(
-                logits,
-                chunk_targets,
-                transform,
+        operands = kernels.prepare(
+            weight, bias, transform, compute_dtype, dtype, chunk_rows, rows.numel(), collect=False
+        )
+        for index in _split(rows, hidden.shape[0], operands.chunk_rows):
+            result = kernels.row_pass(
+                kernels.project(hidden[index], operands),
+                targets[index],
+                operands,
                 with_entropy=with_entropy,
                 with_logprob_grad=with_logprob_slope,
                 with_entropy_grad=with_entropy_slope,
             )
-            logprobs.index_copy_(0, index, result.logprobs)
-            lse.index_copy_(0, index, result.lse)
+            _put(logprobs, index, result.logprobs)
+            _put(lse, index, result.lse)
             if with_entropy:
-                entropy.index_copy_(0, index, result.entropy)
+                _put(entropy, index, result.entropy)
             for slope, grad in ((logprob_slope, result.logprob_grad), (entropy_slope, result.entropy_grad)):
                 if grad is not None:
-                    slope.index_copy_(0, index, back_project(grad, operand, compute_dtype).mul_(transform.outer))
+                    _put(slope, index, kernels.back_project(grad, operands))
     return logprobs, entropy, lse, logprob_slope, entropy_slope
 
 
@@ -193,13 +190,9 @@ def scale_slopes_op(
     Returns:
         `[N, H]`.
     """
-    ignored = (targets < 0) | (targets >= vocabulary)
-    total = torch.zeros_like(logprob_slope)
-    for grad, slope in ((grad_logprobs, logprob_slope), (grad_entropy, entropy_slope)):
-        if grad is not None:
-            nothing = (ignored | (grad == 0)).unsqueeze(1)
-            total += (grad.unsqueeze(1) * slope).masked_fill_(nothing, 0.0)
-    return total.to(dtype)
+    return _rounding_kernels(logprob_slope, dtype).weigh_slopes(
+        grad_logprobs, grad_entropy, targets, logprob_slope, entropy_slope, vocabulary, dtype
+    )
 
 
 @scale_slopes_op.register_fake
@@ -243,26 +236,33 @@ def linear_logprob_backward_op(
         Gradients of hidden, weight and bias in their dtypes, summed in fp32 (fp64); empty where not needed.
     """
     transform = Transform(temperature, logit_scale, softcap)
-    gradients = _HeadGradients(hidden, weight, bias, compute_dtype, need_hidden, need_weight, need_bias, rounded=True)
+    dtype = accumulation_dtype(compute_dtype)
     alive = torch.zeros_like(targets, dtype=torch.bool)
     for grad in (grad_logprobs, grad_entropy):
         if grad is not None:
             alive |= grad != 0
     rows = _computed_rows(targets, weight.shape[0], alive)
+    kernels = head_kernels(hidden.device, compute_dtype, trains=need_weight or need_bias)
     with torch.autocast(hidden.device.type, enabled=False):
-        for index in _chunks(rows, chunk_rows):
-            logits = transform.apply_(project(hidden[index], gradients.operand, bias, compute_dtype, gradients.dtype))
-            grad = row_grad(
-                logits,
-                targets[index],
-                transform,
-                logprobs[index],
-                lse[index],
-                None if grad_logprobs is None else grad_logprobs[index].to(gradients.dtype),
-                None if grad_entropy is None else entropy[index],
-                None if grad_entropy is None else grad_entropy[index].to(gradients.dtype),
-            )
-            gradients.add(index, grad, transform.outer)
+        operands = kernels.prepare(
+            weight, bias, transform, compute_dtype, dtype, chunk_rows, rows.numel(), collect=need_weight
+        )
+        gradients = _HeadGradients(hidden, weight, bias, operands, need_hidden, need_weight, need_bias, rounded=True)
+        for batch in _split(rows, hidden.shape[0], operands.batch_rows):
+            collected = kernels.gradient_buffer(operands, _length(batch))
+            for index, out in _chunks(batch, operands, collected):
+                grad = kernels.row_grad(
+                    kernels.project(hidden[index], operands),
+                    targets[index],
+                    operands,
+                    logprobs[index],
+                    lse[index],
+                    None if grad_logprobs is None else grad_logprobs[index].to(dtype),
+                    None if grad_entropy is None else entropy[index],
+                    None if grad_entropy is None else grad_entropy[index].to(dtype),
+                    out,
+                )
+            gradients.add(kernels, batch, grad if collected is None else collected)
     return gradients.result()
 
 
@@ -299,7 +299,7 @@ linear_logprob_backward_op.register_autograd(_refuse_second_derivatives)
 @torch.library.custom_op("fastgrpo::scale_gradient", mutates_args=())
 def scale_gradient_op(grad_loss: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     """`grad_loss * grad` in `dtype`: what an input of `fastgrpo::linear_grpo` receives."""
-    return (grad_loss * grad).to(dtype, copy=True)
+    return _rounding_kernels(grad, dtype).scale(grad, grad_loss, dtype)
 
 
 @scale_gradient_op.register_fake
@@ -353,42 +353,60 @@ def linear_grpo_op(
     """
     transform = Transform(temperature, logit_scale, softcap)
     objective = objective_from_constants(loss_type, constants)
-    gradients = _HeadGradients(hidden, weight, bias, compute_dtype, need_hidden, need_weight, need_bias, rounded=False)
-    logprobs = hidden.new_zeros(hidden.shape[0], dtype=gradients.dtype)
-    entropy = _zeros_if(with_entropy, hidden, (hidden.shape[0],), gradients.dtype)
+    dtype = accumulation_dtype(compute_dtype)
+    logprobs = hidden.new_zeros(hidden.shape[0], dtype=dtype)
+    entropy = _zeros_if(with_entropy, hidden, (hidden.shape[0],), dtype)
     any_gradient = need_hidden or need_weight or need_bias
     alive = torch.full_like(targets, any_gradient, dtype=torch.bool)
     if objective.beta == 0.0 and entropy_weights is None:
         alive &= advantages != 0
+
+    def tokens(index: Rows) -> TokenObjective:
+        values = (
+            advantages[index],
+            *(None if x is None else x[index] for x in (old_logprobs, ref_logprobs, multiplier, phi)),
+        )
+        weights = token_weights[index]
+        return TokenObjective(
+            LOSS_TYPES.index(loss_type),
+            constants,
+            *values,
+            weights,
+            None if entropy_weights is None else entropy_weights[index],
+            lambda logprobs: weights * token_grad(objective, logprobs, *values),
+        )
+
+    def keep(index: Rows, result: RowPass) -> None:
+        _put(logprobs, index, result.logprobs)
+        if with_entropy:
+            _put(entropy, index, result.entropy)
+
+    rows = _computed_rows(targets, weight.shape[0], alive)
+    others = _computed_rows(targets, weight.shape[0], ~alive)
+    kernels = head_kernels(hidden.device, compute_dtype, trains=need_weight or need_bias)
     with torch.autocast(hidden.device.type, enabled=False):
-        for with_grad, wanted in ((True, alive), (False, ~alive)):
-            for index in _chunks(_computed_rows(targets, weight.shape[0], wanted), chunk_rows):
-                chunk_targets = targets[index]
-                logits = transform.apply_(
-                    project(hidden[index], gradients.operand, bias, compute_dtype, gradients.dtype)
+        operands = kernels.prepare(
+            weight,
+            bias,
+            transform,
+            compute_dtype,
+            dtype,
+            chunk_rows,
+            max(rows.numel(), others.numel()),
+            collect=need_weight,
+        )
+        gradients = _HeadGradients(hidden, weight, bias, operands, need_hidden, need_weight, need_bias, rounded=False)
+        for batch in _split(rows, hidden.shape[0], operands.batch_rows):
+            collected = kernels.gradient_buffer(operands, _length(batch))
+            for index, out in _chunks(batch, operands, collected):
+                result = kernels.row_objective(
+                    kernels.project(hidden[index], operands), targets[index], operands, tokens(index), with_entropy, out
                 )
-                result = row_pass(
-                    logits,
-                    chunk_targets,
-                    transform,
-                    with_entropy=with_entropy,
-                    with_logprob_grad=with_grad,
-                    with_entropy_grad=with_grad and entropy_weights is not None,
-                )
-                logprobs.index_copy_(0, index, result.logprobs)
-                if with_entropy:
-                    entropy.index_copy_(0, index, result.entropy)
-                if with_grad:
-                    coefficient = token_weights[index] * token_grad(
-                        objective,
-                        result.logprobs,
-                        advantages[index],
-                        *(None if x is None else x[index] for x in (old_logprobs, ref_logprobs, multiplier, phi)),
-                    )
-                    grad = result.logprob_grad.mul_(coefficient.unsqueeze(1))
-                    if entropy_weights is not None:
-                        grad.add_(result.entropy_grad.mul_(-entropy_weights[index].unsqueeze(1)))
-                    gradients.add(index, grad, transform.outer)
+                keep(index, result)
+            gradients.add(kernels, batch, result.logprob_grad if collected is None else collected)
+        for index in _split(others, hidden.shape[0], operands.chunk_rows):
+            products = kernels.project(hidden[index], operands)
+            keep(index, kernels.row_pass(products, targets[index], operands, with_entropy=with_entropy))
     log_ratio = logprobs - (logprobs if old_logprobs is None else old_logprobs)
     terms: TokenTerms = token_terms(objective, logprobs, advantages, log_ratio, ref_logprobs, multiplier, phi)
     counted = token_weights != 0
@@ -498,45 +516,81 @@ class _HeadGradients:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        compute_dtype: torch.dtype,
+        operands: Operands,
         need_hidden: bool,
         need_weight: bool,
         need_bias: bool,
         rounded: bool,
     ) -> None:
         self.hidden, self.weight, self.bias, self.rounded = hidden, weight, bias, rounded
-        self.compute_dtype, self.dtype = compute_dtype, accumulation_dtype(compute_dtype)
-        self.grad_hidden = _zeros_if(need_hidden, hidden, hidden.shape, hidden.dtype if rounded else self.dtype)
-        self.grad_weight = _zeros_if(need_weight, weight, weight.shape, self.dtype)
-        self.grad_bias = _zeros_if(need_bias, weight, weight.shape[:1], self.dtype)
+        self.operands = operands
         self.needs = need_hidden, need_weight, need_bias
-        self.operand = as_operand(weight, compute_dtype)
+        dtype = operands.accumulate
+        self.grad_hidden = _zeros_if(need_hidden, hidden, hidden.shape, hidden.dtype if rounded else dtype)
+        self.grad_weight: Tensor | None = None
+        self.grad_bias = _zeros_if(need_bias, weight, weight.shape[:1], dtype)
 
-    def add(self, index: Tensor, grad: Tensor, outer: float) -> None:
-        """Adds the chunk of rows `index`, whose products receive `outer * grad` (`[R, V]`)."""
+    def add(self, kernels: ModuleType, index: Rows, grad: Tensor) -> None:
+        """Adds a batch of rows, whose products receive `grad` (`[R, V]`, as `kernels` gave it)."""
         need_hidden, need_weight, need_bias = self.needs
         if need_hidden:
-            grad_hidden = back_project(grad, self.operand, self.compute_dtype).mul_(outer)
-            self.grad_hidden.index_copy_(0, index, grad_hidden.to(self.grad_hidden.dtype))
+            grad_hidden = kernels.back_project(grad, self.operands)
+            _put(self.grad_hidden, index, grad_hidden.to(self.grad_hidden.dtype))
         if need_weight:
-            add_weight_grad_(self.grad_weight, grad, self.hidden[index], self.compute_dtype, outer)
+            self.grad_weight = kernels.add_weight_grad(self.grad_weight, grad, self.hidden[index], self.operands)
         if need_bias:
-            self.grad_bias.add_(grad.sum(0), alpha=outer)
+            self.grad_bias.add_(kernels.bias_grad(grad, self.operands), alpha=self.operands.transform.outer)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of hidden, weight and bias; empty where not needed."""
+        grad_weight = self.grad_weight
+        if grad_weight is None:
+            grad_weight = _zeros_if(self.needs[1], self.weight, self.weight.shape, self.operands.accumulate)
         if not self.rounded:
-            return self.grad_hidden, self.grad_weight, self.grad_bias
+            return self.grad_hidden, grad_weight, self.grad_bias
         bias_dtype = self.weight.dtype if self.bias is None else self.bias.dtype
-        return self.grad_hidden, self.grad_weight.to(self.weight.dtype), self.grad_bias.to(bias_dtype)
+        return self.grad_hidden, grad_weight.to(self.weight.dtype), self.grad_bias.to(bias_dtype)
+
+
+def _rounding_kernels(values: Tensor, dtype: torch.dtype) -> ModuleType:
+    """What rounds fp32 `values` to `dtype`."""
+    return head_kernels(values.device, dtype if values.dtype == torch.float32 else values.dtype, trains=False)
 
 
 def _zeros_if(wanted: bool, like: Tensor, shape, dtype: torch.dtype) -> Tensor:
     return like.new_zeros(shape if wanted else 0, dtype=dtype)
 
 
-def _chunks(rows: Tensor, chunk_rows: int) -> tuple[Tensor, ...]:
-    return rows.split(chunk_rows) if rows.numel() else ()
+Rows = Tensor | slice
+"""Some rows of a call: their indices, or on CUDA a slice where a call computes all of its rows."""
+
+
+def _split(rows: Tensor, count: int, size: int) -> Iterator[Rows]:
+    """`rows`, of `count` in all, `size` at a time."""
+    total = rows.numel()
+    for start in range(0, total, size):
+        part = slice(start, min(start + size, total))
+        yield part if rows.is_cuda and total == count else rows[part]
+
+
+def _length(rows: Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
+
+
+def _put(target: Tensor, rows: Rows, values: Tensor) -> None:
+    if isinstance(rows, slice):
+        target[rows] = values
+    else:
+        target.index_copy_(0, rows, values)
+
+
+def _chunks(batch: Rows, operands: Operands, collected: Tensor | None) -> Iterator[tuple[Rows, Tensor | None]]:
+    """The chunks of a batch, each with its part of the buffer where gradients are collected."""
+    size, total = operands.chunk_rows, _length(batch)
+    for start in range(0, total, size):
+        stop = min(start + size, total)
+        index = slice(batch.start + start, batch.start + stop) if isinstance(batch, slice) else batch[start:stop]
+        yield index, None if collected is None else collected[start:stop]
 
 
 def _computed_rows(targets: Tensor, vocabulary: int, wanted: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from truth import logits_float64, logprobs_float64, relative_error, worst_row_error
 
+import fastgrpo.kernels.reference as reference
 import fastgrpo.ops as ops
 from fastgrpo import linear_logprob
 
@@ -135,8 +136,8 @@ def test_ignored_rows_are_zero_and_never_computed(frozen, monkeypatch):
     hidden.requires_grad_()
     weight.requires_grad_(not frozen)
     rows_projected = []
-    project = ops.project
-    monkeypatch.setattr(ops, "project", lambda h, *rest: rows_projected.append(len(h)) or project(h, *rest))
+    project = reference.project
+    monkeypatch.setattr(reference, "project", lambda h, *rest: rows_projected.append(len(h)) or project(h, *rest))
     out = linear_logprob(hidden, weight, targets, return_entropy=True)
     upstream = torch.ones(20)
     upstream[ignored] = float("nan")
@@ -152,8 +153,8 @@ def test_rows_whose_coefficient_is_zero_are_not_recomputed(monkeypatch):
     hidden, weight, targets, _ = make(20, 64, 257, torch.float32)
     out = linear_logprob(hidden.requires_grad_(), weight.requires_grad_(), targets)
     rows_projected = []
-    project = ops.project
-    monkeypatch.setattr(ops, "project", lambda h, *rest: rows_projected.append(len(h)) or project(h, *rest))
+    project = reference.project
+    monkeypatch.setattr(reference, "project", lambda h, *rest: rows_projected.append(len(h)) or project(h, *rest))
     coefficient = torch.randn(20)
     coefficient[4:] = 0.0
     out.logprobs.backward(coefficient)
@@ -255,8 +256,10 @@ def test_the_frozen_head_needs_two_products_and_three_with_an_entropy_gradient(f
     weight.requires_grad_(not frozen)
     calls = []
     for name in ("project", "back_project"):
-        original = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *a, _name=name, _original=original: calls.append(_name) or _original(*a))
+        original = getattr(reference, name)
+        monkeypatch.setattr(
+            reference, name, lambda *a, _name=name, _original=original: calls.append(_name) or _original(*a)
+        )
     out = linear_logprob(hidden.requires_grad_(), weight, targets)
     out.logprobs.sum().backward()
     assert calls == ["project", "back_project"] if frozen else ["project", "project", "back_project"]

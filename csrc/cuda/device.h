@@ -4,6 +4,7 @@
 #if defined(__HIPCC__)
 #include <hip/hip_runtime.h>
 #define FASTGRPO_RT(name) hip##name
+#define __grid_constant__
 #else
 #include <cuda_runtime.h>
 #define FASTGRPO_RT(name) cuda##name

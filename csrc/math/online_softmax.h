@@ -36,18 +36,24 @@ FASTGRPO_HD inline SoftmaxPartial<T> softmax_element(T logit) {
   return {logit, T(1) + (logit - logit), T(0)};  // the sum is NaN for NaN and for inf: inf - inf
 }
 
+// The same partial relative to a maximum at least as large as its own.
+template <typename T>
+FASTGRPO_HD inline SoftmaxPartial<T> rescale(const SoftmaxPartial<T>& partial, T max) {
+  const T shift = partial.max == max ? T(0) : partial.max - max;  // two empty partials: -inf - -inf
+  const T scale = std::exp(shift);
+  const T sum = scale * partial.sum;
+  // Where the scale underflows, shift may be -inf: 0 * -inf must not reach the result, a NaN in the sum must.
+  return {max, sum, scale > T(0) ? scale * (partial.weighted + shift * partial.sum) : sum};
+}
+
 template <typename T>
 FASTGRPO_HD inline SoftmaxPartial<T> combine(const SoftmaxPartial<T>& a, const SoftmaxPartial<T>& b) {
   const bool ordered = a.max >= b.max;
   // Copies: a choice between references would live in local memory.
   const SoftmaxPartial<T> high{ordered ? a.max : b.max, ordered ? a.sum : b.sum, ordered ? a.weighted : b.weighted};
   const SoftmaxPartial<T> low{ordered ? b.max : a.max, ordered ? b.sum : a.sum, ordered ? b.weighted : a.weighted};
-  const T shift = low.max == high.max ? T(0) : low.max - high.max;  // two empty partials: -inf - -inf
-  const T scale = std::exp(shift);
-  const T sum = scale * low.sum;
-  // Where the scale underflows, shift may be -inf: 0 * -inf must not reach the result, a NaN in low.sum must.
-  const T weighted = scale > T(0) ? scale * (low.weighted + shift * low.sum) : sum;
-  return {high.max, high.sum + sum, high.weighted + weighted};
+  const SoftmaxPartial<T> lowered = rescale(low, high.max);
+  return {high.max, high.sum + lowered.sum, high.weighted + lowered.weighted};
 }
 
 template <typename T>

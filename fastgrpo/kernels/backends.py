@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from fastgrpo.kernels.library import library_info
+from fastgrpo.kernels.library import library_info, row_is_read_once
+from fastgrpo.kernels.select import why_reference
 
 REFERENCE = "reference (torch ops)"
-_OPS = ("linear_logprob", "linear_grpo", "left_pack")
+KERNELS = "row kernels, torch.mm"
+_HEAD_OPS = ("linear_logprob", "linear_grpo")
+# A vocabulary of today's models: whether a card reads its rows once depends little on the length.
+_VOCABULARY = 151936
 _notes: dict[str, Backend] = {}
 
 
@@ -65,9 +69,36 @@ def backends() -> Backends:
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device_type = "cpu" if device is None else device.type
-    reason = _reference_reason(device_type)
-    entries = {op: Backend(REFERENCE, device_type, reason) for op in _OPS}
+    entries: dict[str, Backend] = {}
+    for op in _HEAD_OPS:
+        entries[op] = head_backend(device_type)
+        if entries[op].implementation == KERNELS:
+            entries[f"{op}, float16"] = head_backend(device_type, torch.float16)
+            entries[f"{op}, float16, trained"] = head_backend(device_type, torch.float16, trains=True)
+            entries[f"{op}, float32"] = head_backend(device_type, torch.float32)
+    entries["left_pack"] = Backend(REFERENCE, device_type, _reference_reason(device_type))
+    if device_type == "cuda":
+        entries["library"] = _library_backend()
     return Backends(entries | _notes)
+
+
+def head_backend(device_type: str, compute_dtype: torch.dtype = torch.bfloat16, trains: bool = False) -> Backend:
+    """
+    What serves the head.
+
+    Args:
+        device_type: of the tensors.
+        compute_dtype: dtype of the operands of the products.
+        trains: whether weight or bias get a gradient.
+
+    Returns:
+        Backend.
+    """
+    reason = why_reference(device_type, compute_dtype, trains)
+    if reason:
+        return Backend(REFERENCE, device_type, reason)
+    twice = "" if row_is_read_once(torch.device(device_type), _VOCABULARY) else "this card reads each row twice"
+    return Backend(KERNELS, device_type, twice)
 
 
 def note_backend(name: str, backend: Backend) -> None:
@@ -80,8 +111,15 @@ def forget_backend(name: str) -> None:
     _notes.pop(name, None)
 
 
+def _library_backend() -> Backend:
+    info, device = library_info(), torch.cuda.get_device_name()
+    if info.path is None:
+        return Backend("none", device, info.reason)
+    return Backend(f"{info.version}, {info.compiler}, for {' '.join(info.targets)}", device, "")
+
+
 def _reference_reason(device_type: str) -> str:
     if device_type in ("cpu", "mps"):
         return f"there are no kernels for {device_type}"
     info = library_info()
-    return "this version has no kernels yet" if info.path else info.reason
+    return "this version has no kernel for it" if info.path else info.reason

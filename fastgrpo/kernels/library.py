@@ -8,8 +8,14 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 LIBRARY_VARIABLE = "FASTGRPO_LIBRARY"
+OPS = ("row_pass", "row_objective", "row_grad", "scale_round", "weigh_slopes")
+"""The library's ops, `torch.ops.fastgrpo.*`; each writes into tensors it is given and returns nothing."""
 NO_LIBRARY = "pure-Python wheel: built without a CUDA or HIP compiler"
 _PACKAGED = Path(__file__).parents[1] / "_lib" / "libfastgrpo_kernels.so"
 
@@ -54,6 +60,16 @@ def load_library() -> ctypes.CDLL | None:
 
 
 @cache
+def row_is_read_once(device: torch.device, columns: int) -> bool:
+    """Whether rows of this many logits stay on the chip of a CUDA device between their statistics and their gradients."""
+    import torch
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    library = load_library()
+    return library is not None and bool(library.fastgrpo_row_cluster_serves(columns, index))
+
+
+@cache
 def _load(named: str | None) -> tuple[LibraryInfo, ctypes.CDLL | None]:
     if named:
         path = Path(named)
@@ -72,7 +88,11 @@ def _load(named: str | None) -> tuple[LibraryInfo, ctypes.CDLL | None]:
 
 
 def _open(path: Path) -> tuple[LibraryInfo, ctypes.CDLL]:
+    # The library's ops need torch's symbols; loading it registers them as torch.ops.fastgrpo.*.
+    import torch
+
     try:
+        torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise OSError(f"{path} does not load on this machine: {error}; build it here: pip install .") from error
@@ -82,4 +102,7 @@ def _open(path: Path) -> tuple[LibraryInfo, ctypes.CDLL]:
         raise OSError(f"{path} is not a fastgrpo library: it has no fastgrpo_build_info") from None
     build_info.restype = ctypes.c_char_p
     built = json.loads(build_info().decode())
+    for op in OPS:
+        if hasattr(torch.ops.fastgrpo, op):
+            torch.library.register_fake(f"fastgrpo::{op}", lambda *_: None, allow_override=True)
     return LibraryInfo(path, built["version"], built["compiler"], tuple(built["targets"].split())), library

@@ -1,6 +1,7 @@
 """The head's building blocks in torch ops: what hand-written kernels replace, one block of `[R, V]` logits at a time.
 
-Only ops that CPU, CUDA and MPS all have are used, and every row is independent of its neighbours.
+Only ops that CPU, CUDA and MPS all have are used, and every row is independent of its neighbours. `fastgrpo.kernels.cuda`
+has the same functions.
 
 Numerics: `log p_t = -softplus(log(sum of the others) - z_t)` and `1 - p_t = -expm1(log p_t)`, so nothing is lost as
 `p_t -> 1`. Logits keep the precision their products were summed in (32 or 64 bit); they are never rounded below it.
@@ -8,7 +9,8 @@ Numerics: `log p_t = -softplus(log(sum of the others) - z_t)` and `1 - p_t = -ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -49,6 +51,66 @@ class Transform(NamedTuple):
         return logits.mul(self.temperature / self.softcap).square_().neg_().add_(1.0)
 
 
+@dataclass(frozen=True)
+class Operands:
+    """
+    What all chunks of one call share.
+
+    Attributes:
+        weight: `[V, H]`, as the products want it.
+        bias: `[V]` or None.
+        transform: from products to logits.
+        compute_dtype: what the operands of the products are rounded to.
+        accumulate: the dtype that sums, products and statistics are kept in: fp32 or fp64.
+        chunk_rows: rows of logits alive at once.
+        batch_rows: rows whose gradients are collected for one product; a multiple of `chunk_rows`.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    transform: Transform
+    compute_dtype: torch.dtype
+    accumulate: torch.dtype
+    chunk_rows: int
+    batch_rows: int
+
+
+def prepare(
+    weight: Tensor,
+    bias: Tensor | None,
+    transform: Transform,
+    compute_dtype: torch.dtype,
+    accumulate: torch.dtype,
+    chunk_rows: int,
+    rows: int,
+    collect: bool,
+) -> Operands:
+    """
+    Operands of one call.
+
+    Args:
+        weight, bias, transform, compute_dtype, accumulate, chunk_rows: see `Operands`.
+        rows: rows that the call computes in all.
+        collect: the weight gets a gradient, so that larger products may pay.
+
+    Returns:
+        Operands.
+    """
+    if _sums_in_float32(weight, compute_dtype):
+        weight = weight.to(compute_dtype)
+    return Operands(weight, bias, transform, compute_dtype, accumulate, chunk_rows, chunk_rows)
+
+
+def buffers(with_entropy: bool, softcap_gradient: bool) -> int:
+    """`[R, V]` buffers alive at once: logits; z beside exp(z) for an entropy; the slope of a softcap."""
+    return 1 + with_entropy + softcap_gradient
+
+
+def gradient_buffer(operands: Operands, rows: int) -> Tensor | None:
+    """Where the chunks of a batch of `rows` put their gradients; None: each in a buffer of its own."""
+    return None
+
+
 class RowPass(NamedTuple):
     """Statistics of R rows of logits, each `[R]`, and their `[R, V]` gradients up to `Transform.outer`, where wanted."""
 
@@ -60,9 +122,9 @@ class RowPass(NamedTuple):
 
 
 def row_pass(
-    logits: Tensor,
+    products: Tensor,
     targets: Tensor,
-    transform: Transform,
+    operands: Operands,
     *,
     with_entropy: bool = False,
     with_logprob_grad: bool = False,
@@ -72,9 +134,9 @@ def row_pass(
     Log-prob of the target, entropy (nats) and log-sum-exp of every row, and what `hidden` and `weight` get from them.
 
     Args:
-        logits: `[R, V]` fp32 or fp64, overwritten.
+        products: `[R, V]` as `project` returned them, overwritten.
         targets: `[R]` int64 in `[0, V)`.
-        transform: how `logits` came from the products.
+        operands: of the call.
         with_entropy: compute the entropy.
         with_logprob_grad: compute d logprob / d product: `onehot - p`.
         with_entropy_grad: compute d entropy / d product: `-p (log p + entropy)`; needs `with_entropy`.
@@ -82,8 +144,9 @@ def row_pass(
     Returns:
         RowPass. A row that holds NaN, or only -inf, is NaN, alone.
     """
+    logits = operands.transform.apply_(products)
     column = targets.unsqueeze(1)
-    slope = transform.slope(logits) if with_logprob_grad or with_entropy_grad else None
+    slope = operands.transform.slope(logits) if with_logprob_grad or with_entropy_grad else None
     target = logits.gather(1, column)
     peak = logits.amax(1, keepdim=True)
     shifted = logits.sub_(peak)
@@ -122,30 +185,94 @@ def row_pass(
     )
 
 
-def row_grad(
-    logits: Tensor,
+@dataclass(frozen=True)
+class TokenObjective:
+    """
+    A row-local objective for R rows; a row counts for nothing else.
+
+    Attributes:
+        loss_type: its place in `fastgrpo.objective.LOSS_TYPES`.
+        constants: as `fastgrpo.ops.objective_constants` gives them.
+        advantages, old_logprobs, ref_logprobs, multiplier, phi: `[R]`, see `fastgrpo.objective.token_terms`.
+        token_weights: `[R]` what each token's loss counts.
+        entropy_weights: `[R]` what each token's entropy takes off the loss, or None.
+        coefficient: from `[R]` log-probs to the derivative of the weighted loss in them: the same objective in torch.
+    """
+
+    loss_type: int
+    constants: list[float]
+    advantages: Tensor
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    multiplier: Tensor | None
+    phi: Tensor | None
+    token_weights: Tensor
+    entropy_weights: Tensor | None
+    coefficient: Callable[[Tensor], Tensor]
+
+
+def row_objective(
+    products: Tensor,
     targets: Tensor,
-    transform: Transform,
+    operands: Operands,
+    objective: TokenObjective,
+    with_entropy: bool,
+    out: Tensor | None,
+) -> RowPass:
+    """
+    Statistics of every row, and the gradient of a row-local objective in the products, in `logprob_grad`.
+
+    Args:
+        products, targets, operands: as in `row_pass`.
+        objective: of these rows.
+        with_entropy: compute the entropy.
+        out: a part of `gradient_buffer`, or None.
+
+    Returns:
+        RowPass; its `entropy_grad` is spent.
+    """
+    weights = objective.entropy_weights
+    result = row_pass(
+        products,
+        targets,
+        operands,
+        with_entropy=with_entropy,
+        with_logprob_grad=True,
+        with_entropy_grad=weights is not None,
+    )
+    grad = result.logprob_grad.mul_(objective.coefficient(result.logprobs).unsqueeze(1))
+    if weights is not None:
+        grad.add_(result.entropy_grad.mul_(-weights.unsqueeze(1)))
+    return result
+
+
+def row_grad(
+    products: Tensor,
+    targets: Tensor,
+    operands: Operands,
     logprobs: Tensor,
     lse: Tensor,
     grad_logprobs: Tensor | None,
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor:
     """
     The gradient that the products of R rows receive, up to `Transform.outer`, from recomputed logits and saved statistics.
 
     Args:
-        logits: `[R, V]`, bit for bit what `row_pass` saw; overwritten.
+        products: `[R, V]`, bit for bit what `row_pass` saw; overwritten.
         targets: `[R]` int64 in `[0, V)`.
-        transform: how `logits` came from the products.
+        operands: of the call.
         logprobs, lse, entropy: `[R]` as `row_pass` returned them.
         grad_logprobs, grad_entropy: `[R]` incoming gradients; None = none.
+        out: a part of `gradient_buffer`, or None.
 
     Returns:
         `[R, V]`.
     """
-    slope = transform.slope(logits)
+    logits = operands.transform.apply_(products)
+    slope = operands.transform.slope(logits)
     log_p = logits.sub_(lse.unsqueeze(1))
     at_target = None
     if grad_logprobs is not None:
@@ -166,27 +293,9 @@ def row_grad(
     return grad if slope is None else grad.mul_(slope)
 
 
-def as_operand(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
-    """The weight as the products below want it: converted once where tensor cores multiply it, else block by block."""
-    return weight.to(compute_dtype) if _sums_in_float32(weight, compute_dtype) else weight
-
-
-def project(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype, accumulate: torch.dtype
-) -> Tensor:
-    """
-    The products `hidden @ weight.T + bias`, summed and kept in `accumulate`.
-
-    Args:
-        hidden: `[R, H]`.
-        weight: `[V, H]`, see `as_operand`.
-        bias: `[V]` or None.
-        compute_dtype: what both operands are rounded to first.
-        accumulate: fp32 or fp64.
-
-    Returns:
-        `[R, V]`.
-    """
+def project(hidden: Tensor, operands: Operands) -> Tensor:
+    """The products `hidden @ weight.T + bias`, `[R, H]` to `[R, V]`, summed and kept in `operands.accumulate`."""
+    compute_dtype, accumulate, weight = operands.compute_dtype, operands.accumulate, operands.weight
     hidden = hidden.to(compute_dtype)
     if _sums_in_float32(weight, compute_dtype):
         products = torch.mm(hidden, weight.t(), out_dtype=accumulate)
@@ -195,28 +304,64 @@ def project(
         hidden = hidden.to(accumulate)
         for rows, block in _operand_blocks(weight, compute_dtype, accumulate):
             torch.mm(hidden, block.t(), out=products[:, rows])
-    if bias is not None:
-        products.add_(bias.to(accumulate))
+    if operands.bias is not None:
+        products.add_(operands.bias.to(accumulate))
     return products
 
 
-def back_project(grad: Tensor, weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
-    """`grad @ weight`: `[R, V]` by `[V, H]` to `[R, H]` in `grad`'s dtype, with the weight rounded as in `project`."""
+def back_project(grad: Tensor, operands: Operands) -> Tensor:
+    """What hidden receives: `outer * grad @ weight`, `[R, V]` by `[V, H]` to `[R, H]` in `operands.accumulate`."""
+    weight, compute_dtype = operands.weight, operands.compute_dtype
     if _rounds_gradients(weight, compute_dtype):
-        return torch.mm(grad.to(compute_dtype), weight, out_dtype=grad.dtype)
-    out = torch.zeros(grad.shape[0], weight.shape[1], dtype=grad.dtype, device=grad.device)
-    for rows, block in _operand_blocks(weight, compute_dtype, grad.dtype):
-        out.addmm_(grad[:, rows], block)
-    return out
+        out = torch.mm(grad.to(compute_dtype), weight, out_dtype=grad.dtype)
+    else:
+        out = torch.zeros(grad.shape[0], weight.shape[1], dtype=grad.dtype, device=grad.device)
+        for rows, block in _operand_blocks(weight, compute_dtype, grad.dtype):
+            out.addmm_(grad[:, rows], block)
+    return out.mul_(operands.transform.outer)
 
 
-def add_weight_grad_(total: Tensor, grad: Tensor, hidden: Tensor, compute_dtype: torch.dtype, scale: float) -> None:
-    """Adds `scale * grad.T @ hidden` (`[R, V]`, `[R, H]`) to `total` (`[V, H]`, fp32 or fp64), hidden rounded first."""
-    hidden = hidden.to(compute_dtype)
-    if _rounds_gradients(hidden, compute_dtype):
+def add_weight_grad(total: Tensor | None, grad: Tensor, hidden: Tensor, operands: Operands) -> Tensor:
+    """`total + outer * grad.T @ hidden` (`[R, V]`, `[R, H]` to `[V, H]`), in place of `total` where there is one."""
+    scale = operands.transform.outer
+    hidden = hidden.to(operands.compute_dtype)
+    if total is None:
+        total = torch.zeros(grad.shape[1], hidden.shape[1], dtype=operands.accumulate, device=grad.device)
+    if _rounds_gradients(hidden, operands.compute_dtype):
+        compute_dtype = operands.compute_dtype
         torch.addmm(total, grad.t().to(compute_dtype), hidden, alpha=scale, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(grad.t(), hidden.to(total.dtype), alpha=scale)
+    return total
+
+
+def bias_grad(grad: Tensor, operands: Operands) -> Tensor:
+    """What the bias receives but for `outer`: `[V]` in `operands.accumulate`."""
+    return grad.sum(0)
+
+
+def scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`factor * grad` in `dtype`; `factor` is 0-d."""
+    return (factor * grad).to(dtype, copy=True)
+
+
+def weigh_slopes(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    targets: Tensor,
+    logprob_slope: Tensor,
+    entropy_slope: Tensor,
+    vocabulary: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The slopes `[N, H]` times the incoming gradients `[N]`, exactly 0 where those are and for ignored targets."""
+    ignored = (targets < 0) | (targets >= vocabulary)
+    total = torch.zeros_like(logprob_slope)
+    for grad, slope in ((grad_logprobs, logprob_slope), (grad_entropy, entropy_slope)):
+        if grad is not None:
+            nothing = (ignored | (grad == 0)).unsqueeze(1)
+            total += (grad.unsqueeze(1) * slope).masked_fill_(nothing, 0.0)
+    return total.to(dtype)
 
 
 def _sums_in_float32(operand: Tensor, compute_dtype: torch.dtype) -> bool:

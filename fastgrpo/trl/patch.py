@@ -11,7 +11,7 @@ from typing import Any
 import trl.trainer.utils as trl_utils
 from trl import GRPOTrainer
 
-from fastgrpo.kernels.backends import REFERENCE, Backend, forget_backend, note_backend
+from fastgrpo.kernels.backends import Backend, forget_backend, head_backend, note_backend
 from fastgrpo.trl.attention import install_attention, remove_attention
 from fastgrpo.trl.compat import (
     HEAD_NAME,
@@ -276,4 +276,4 @@ def describe_layout(handle: Patch) -> str:
 def _show_backends(handle: Patch) -> None:
     device = handle.trainer.accelerator.device.type
     note_backend("packing", Backend(describe_layout(handle), device, handle.not_varlen_because))
-    note_backend("trainer head", Backend(REFERENCE, device, ""))
+    note_backend("trainer head", head_backend(device))

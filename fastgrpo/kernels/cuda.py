@@ -1,0 +1,264 @@
+"""The head's building blocks on CUDA: torch's products around the row kernels of the library. See `reference` for each.
+
+A chunk of fp32 products lives in one buffer that every chunk of a call reuses. The row kernel turns it into statistics and,
+over the same memory, into 16-bit gradients, which the next product reads where they lie. Rows are a multiple of 64 elements
+apart whatever V is, so that every product has aligned rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgrpo.kernels.library import row_is_read_once
+from fastgrpo.kernels.reference import Operands, RowPass, TokenObjective, Transform
+
+_ALIGNMENT = 64
+# A product that adds to the [V, H] fp32 gradient of the weight reads and writes all of it: give it this many chunks. Their
+# gradients take twice the bytes of the chunk of logits.
+_CHUNKS_A_BATCH = 4
+# Float16 holds small probabilities only after a factor; |d logprob| <= 1 and |d entropy| < 16 leave room for this one.
+_FLOAT16_SCALE = 2048.0
+
+
+@dataclass(frozen=True)
+class CudaOperands(Operands):
+    """
+    `Operands` with the buffers of a call.
+
+    Attributes:
+        products: `[chunk_rows, pitch]` fp32; a chunk of products, then of their gradients.
+        gradients: `[batch_rows, pitch]` 16 bit, where gradients of several chunks are collected; None: in `products`.
+        padded_bias: `[pitch]` fp32 or None.
+        scale: what gradients are multiplied by before they are rounded.
+    """
+
+    products: Tensor
+    gradients: Tensor | None
+    padded_bias: Tensor | None
+    scale: float
+
+
+def prepare(
+    weight: Tensor,
+    bias: Tensor | None,
+    transform: Transform,
+    compute_dtype: torch.dtype,
+    accumulate: torch.dtype,
+    chunk_rows: int,
+    rows: int,
+    collect: bool,
+) -> CudaOperands:
+    """As `reference.prepare`, buffers included."""
+    vocabulary = weight.shape[0]
+    pitch = -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
+    chunk_rows = max(1, min(chunk_rows, rows))
+    batch_rows = max(1, min(_CHUNKS_A_BATCH * chunk_rows, rows)) if collect else chunk_rows
+    gradients = None
+    if batch_rows > chunk_rows:
+        gradients = weight.new_empty(batch_rows, pitch, dtype=compute_dtype)
+    return CudaOperands(
+        weight.to(compute_dtype),
+        bias,
+        transform,
+        compute_dtype,
+        accumulate,
+        chunk_rows,
+        batch_rows,
+        weight.new_empty(chunk_rows, pitch, dtype=torch.float32),
+        gradients,
+        None if bias is None else torch.nn.functional.pad(bias.float(), (0, pitch - vocabulary)),
+        _FLOAT16_SCALE if compute_dtype == torch.float16 else 1.0,
+    )
+
+
+def buffers(with_entropy: bool, softcap_gradient: bool) -> int:
+    """One: everything happens in place."""
+    return 1
+
+
+def gradient_buffer(operands: CudaOperands, rows: int) -> Tensor | None:
+    """As `reference.gradient_buffer`."""
+    if operands.gradients is None:
+        return None
+    return operands.gradients[:rows, : operands.weight.shape[0]]
+
+
+def project(hidden: Tensor, operands: CudaOperands) -> Tensor:
+    """As `reference.project`, into the buffer, and without the bias, which the row kernel adds."""
+    products = operands.products[: hidden.shape[0], : operands.weight.shape[0]]
+    return torch.mm(hidden.to(operands.compute_dtype), operands.weight.t(), out_dtype=torch.float32, out=products)
+
+
+def row_pass(
+    products: Tensor,
+    targets: Tensor,
+    operands: CudaOperands,
+    *,
+    with_entropy: bool = False,
+    with_logprob_grad: bool = False,
+    with_entropy_grad: bool = False,
+) -> RowPass:
+    """As `reference.row_pass`; the gradients are 16 bit, times `operands.scale`, and in the memory of `products`."""
+    logprobs, lse, entropy = _statistics(products, with_entropy)
+    first = _over(products, operands, 0) if with_logprob_grad or with_entropy_grad else None
+    second = None
+    if with_entropy_grad:
+        if row_is_read_once(products.device, products.shape[1]):
+            second = _over(products, operands, 1)
+        else:
+            second = torch.empty_like(operands.products[: len(products)], dtype=operands.compute_dtype)
+            second = second[:, : products.shape[1]]
+    torch.ops.fastgrpo.row_pass(
+        products, targets.contiguous(), *_head(operands), logprobs, lse, entropy, first, second, operands.scale
+    )
+    return RowPass(logprobs, entropy, lse, first if with_logprob_grad else None, second)
+
+
+def row_objective(
+    products: Tensor,
+    targets: Tensor,
+    operands: CudaOperands,
+    objective: TokenObjective,
+    with_entropy: bool,
+    out: Tensor | None,
+) -> RowPass:
+    """As `reference.row_objective`; the kernel evaluates the objective itself."""
+    logprobs, lse, entropy = _statistics(products, with_entropy)
+    grad = _over(products, operands, 0) if out is None else out
+    epsilon_low, epsilon_high, delta, beta, bias_correction, tau_pos, tau_neg = objective.constants
+    torch.ops.fastgrpo.row_objective(
+        products,
+        targets.contiguous(),
+        *_head(operands),
+        logprobs,
+        lse,
+        entropy,
+        _contiguous(objective.advantages),
+        _contiguous(objective.token_weights),
+        _contiguous(objective.old_logprobs),
+        _contiguous(objective.ref_logprobs),
+        _contiguous(objective.multiplier),
+        _contiguous(objective.phi),
+        _contiguous(objective.entropy_weights),
+        objective.loss_type,
+        epsilon_low,
+        epsilon_high,
+        delta,
+        beta,
+        bool(bias_correction),
+        tau_pos,
+        tau_neg,
+        grad,
+        operands.scale,
+    )
+    return RowPass(logprobs, entropy, lse, grad, None)
+
+
+def row_grad(
+    products: Tensor,
+    targets: Tensor,
+    operands: CudaOperands,
+    logprobs: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor | None,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """As `reference.row_grad`; 16 bit, times `operands.scale`."""
+    grad = _over(products, operands, 0) if out is None else out
+    torch.ops.fastgrpo.row_grad(
+        products,
+        targets.contiguous(),
+        *_head(operands),
+        logprobs,
+        lse,
+        entropy,
+        _contiguous(grad_logprobs),
+        _contiguous(grad_entropy),
+        grad,
+        operands.scale,
+    )
+    return grad
+
+
+def back_project(grad: Tensor, operands: CudaOperands) -> Tensor:
+    """As `reference.back_project`, from the kernel's gradients."""
+    out = torch.mm(grad, operands.weight, out_dtype=operands.accumulate)
+    factor = operands.transform.outer / operands.scale
+    return out if factor == 1.0 else out.mul_(factor)
+
+
+def add_weight_grad(total: Tensor | None, grad: Tensor, hidden: Tensor, operands: CudaOperands) -> Tensor:
+    """As `reference.add_weight_grad`; the first product writes the total, so that nothing clears it before."""
+    beta = 1.0
+    if total is None:
+        total, beta = hidden.new_empty(grad.shape[1], hidden.shape[1], dtype=operands.accumulate), 0.0
+    return torch.addmm(
+        total,
+        grad.t(),
+        hidden.to(operands.compute_dtype),
+        beta=beta,
+        alpha=operands.transform.outer / operands.scale,
+        out_dtype=operands.accumulate,
+        out=total,
+    )
+
+
+def bias_grad(grad: Tensor, operands: CudaOperands) -> Tensor:
+    """As `reference.bias_grad`."""
+    total = grad.sum(0, dtype=operands.accumulate)
+    return total if operands.scale == 1.0 else total.mul_(1.0 / operands.scale)
+
+
+def scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `reference.scale`, to 16 bit."""
+    out = torch.empty_like(grad, dtype=dtype)
+    torch.ops.fastgrpo.scale_round(grad, factor.to(grad.dtype), out)
+    return out
+
+
+def weigh_slopes(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    targets: Tensor,
+    logprob_slope: Tensor,
+    entropy_slope: Tensor,
+    vocabulary: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As `reference.weigh_slopes`, to 16 bit."""
+    grads = (
+        None if grad is None else grad.to(logprob_slope.dtype).contiguous() for grad in (grad_logprobs, grad_entropy)
+    )
+    first, second = grads
+    out = torch.empty_like(logprob_slope, dtype=dtype)
+    torch.ops.fastgrpo.weigh_slopes(
+        first, logprob_slope, second, None if second is None else entropy_slope, targets.contiguous(), vocabulary, out
+    )
+    return out
+
+
+def _statistics(products: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    logprobs, lse = products.new_empty(2, len(products))
+    return logprobs, lse, products.new_empty(len(products)) if with_entropy else None
+
+
+def _contiguous(values: Tensor | None) -> Tensor | None:
+    # A gradient may be expanded, an input of the user's strided.
+    return None if values is None else values.contiguous()
+
+
+def _over(products: Tensor, operands: CudaOperands, half: int) -> Tensor:
+    """16-bit `[R, V]` over the first or second half of the rows of `products`."""
+    pitch = operands.products.shape[1]
+    halves = operands.products[: len(products)].view(operands.compute_dtype)
+    return halves[:, half * pitch : half * pitch + products.shape[1]]
+
+
+def _head(operands: CudaOperands) -> tuple[Tensor | None, float, float, float | None]:
+    transform = operands.transform
+    return operands.padded_bias, transform.temperature, transform.logit_scale, transform.softcap

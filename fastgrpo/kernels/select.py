@@ -1,0 +1,43 @@
+"""The one place that decides which implementation of the head's building blocks serves a call."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from fastgrpo.kernels import cuda, reference
+from fastgrpo.kernels.library import library_info
+
+
+def head_kernels(device: torch.device, compute_dtype: torch.dtype, trains: bool) -> ModuleType:
+    """
+    The module whose functions `fastgrpo.ops` calls for a head: `cuda` or `reference`.
+
+    Args:
+        device: of the tensors.
+        compute_dtype: dtype of the operands of the products.
+        trains: whether gradients of several rows are summed, for the weight or the bias.
+
+    Returns:
+        The module.
+    """
+    return reference if why_reference(device.type, compute_dtype, trains) else cuda
+
+
+def why_reference(device_type: str, compute_dtype: torch.dtype, trains: bool) -> str:
+    """Why `reference` serves this call of a head; empty where the kernels do."""
+    if device_type != "cuda":
+        return f"there are no kernels for {device_type}"
+    if compute_dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels serve 16-bit products, not {str(compute_dtype).removeprefix('torch.')}"
+    if compute_dtype == torch.float16 and trains:
+        return "float16 gradients of a head that trains would underflow"
+    return _why_no_library()
+
+
+@torch.compiler.assume_constant_result
+def _why_no_library() -> str:
+    if torch.version.hip is not None:
+        return "the library's ops are built for CUDA only"
+    return library_info().reason
