@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fastgrpo.head import LogProbs, linear_grpo_loss, linear_logprob
@@ -10,6 +11,9 @@ from fastgrpo.objective import AdaptiveEntropy, GRPOStats, Objective, grpo_loss,
 from fastgrpo.packing import LeftPacked, Packed, left_pack, pack, unpack
 
 if TYPE_CHECKING:
+    from fastgrpo.tools.plan.estimate import estimate_memory
+    from fastgrpo.tools.plan.memory import MemoryPlan
+    from fastgrpo.tools.plan.settings import PlanSettings
     from fastgrpo.trl import Options, Patch, UnsupportedError, patch, unpatch
 
 __all__ = [
@@ -19,12 +23,15 @@ __all__ = [
     "GRPOStats",
     "LeftPacked",
     "LogProbs",
+    "MemoryPlan",
     "Objective",
     "Options",
     "Packed",
     "Patch",
+    "PlanSettings",
     "UnsupportedError",
     "backends",
+    "estimate_memory",
     "grpo_loss",
     "left_pack",
     "linear_grpo_loss",
@@ -36,13 +43,15 @@ __all__ = [
     "unpatch",
 ]
 
-_WIRED = {"Options", "Patch", "UnsupportedError", "patch", "unpatch"}
+# Where the wiring and the tools live. They import TRL or transformers; someone with an own training loop need not have them.
+_WHERE = dict.fromkeys(("Options", "Patch", "UnsupportedError", "patch", "unpatch"), "fastgrpo.trl") | {
+    "MemoryPlan": "fastgrpo.tools.plan.memory",
+    "PlanSettings": "fastgrpo.tools.plan.settings",
+    "estimate_memory": "fastgrpo.tools.plan.estimate",
+}
 
 
 def __getattr__(name: str) -> object:
-    # The wiring imports TRL; someone with an own training loop need not have it.
-    if name in _WIRED:
-        import fastgrpo.trl
-
-        return getattr(fastgrpo.trl, name)
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'fastgrpo' has no attribute {name!r}")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import sys
 import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastgrpo.tools.arguments import DONE, FAILED, INTERRUPTED, USAGE, console, integer, positive
 from fastgrpo.tools.demo.recipe import SMOLLM2, TOY
+from fastgrpo.tools.doctor import command as doctor_command
+from fastgrpo.tools.plan import command as plan_command
+from fastgrpo.tools.report import command as report_command
 from fastgrpo.versions import installed_version
 
 MOST_HELD_OUT = 4000
-DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _EXIT_STATUS = """\
 exit status:
@@ -62,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     _add_demo(commands)
+    plan_command.add_parser(commands)
+    doctor_command.add_parser(commands)
+    report_command.add_parser(commands)
     return parser
 
 
@@ -82,10 +87,10 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     which.add_argument("--toy", action="store_true", help="the model of 0.6 M parameters")
     which.add_argument("--model", type=Path, metavar="PATH", help="another local model: a folder, or a .gguf file")
     demo.add_argument(
-        "--steps", type=_positive, metavar="N", help=f"training steps (default: {SMOLLM2.steps}, toy {TOY.steps})"
+        "--steps", type=positive, metavar="N", help=f"training steps (default: {SMOLLM2.steps}, toy {TOY.steps})"
     )
     demo.add_argument(
-        "--pretrain-steps", type=_positive, metavar="N", help="the toy's pre-training ends there at the latest"
+        "--pretrain-steps", type=positive, metavar="N", help="the toy's pre-training ends there at the latest"
     )
     demo.add_argument(
         "--held-out",
@@ -109,50 +114,32 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _demo(arguments: argparse.Namespace) -> int:
     if arguments.pretrain_steps and not arguments.toy:
         arguments.error("argument --pretrain-steps: only allowed with --toy")
-    from rich.console import Console
-
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an output in ASCII has no tick
-    console, began = Console(), time.perf_counter()
+    to, began = console(), time.perf_counter()
     # torch, transformers and TRL take seconds to import; what needs none of them has been checked by now.
-    with console.status("importing torch, transformers and TRL"):
+    with to.status("importing torch, transformers and TRL"):
         from fastgrpo.tools.demo.errors import DemoError
         from fastgrpo.tools.demo.run import DemoOptions, run_demo
 
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(DemoOptions)}
     try:
-        return run_demo(DemoOptions(**given), console, began)
+        return run_demo(DemoOptions(**given), to, began)
     except DemoError as error:
         print(f"fastgrpo demo: {error}", file=sys.stderr)
         return FAILED
 
 
-def _positive(text: str) -> int:
-    value = _integer(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is too small; give 1 or more")
-    return value
-
-
 def _held_out(text: str) -> int:
-    value = _positive(text)
+    value = positive(text)
     if value > MOST_HELD_OUT:
         raise argparse.ArgumentTypeError(f"{value} leaves too few sums for training; give {MOST_HELD_OUT} or less")
     return value
 
 
 def _seed(text: str) -> int:
-    value = _integer(text)
+    value = integer(text)
     if not 0 <= value < 2**32:
         raise argparse.ArgumentTypeError(f"{value} is no seed; give 0 to {2**32 - 1}")
     return value
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
 
 
 def _folder_name(text: str) -> str:

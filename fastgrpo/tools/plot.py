@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.tools.runlog import RunRecord
+from fastgrpo.runlog import RunRecord
 
 _WINDOW = 10
 _INK, _FAINT, _ACCENT = "#1f2430", "#9db4d6", "#1f5fbf"

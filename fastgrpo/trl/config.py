@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from fastgrpo.chunking import ChunkPlan
 
@@ -24,6 +25,9 @@ class Options:
         share_prefix: with `"varlen"`, a prompt that several completions continue is computed once.
         skip_zero_advantage: rows with an advantage of 0, or with nothing in their loss mask, stay out of the gradient
             forward. Loss and gradients stay the same; `entropy`, a metric, becomes the mean over the other rows.
+        run_log: where every `train()` writes its run log: True = `log.jsonl` in the trainer's output folder, a path = that
+            `.jsonl` file or `log.jsonl` in that folder, False = nowhere. A log that is there is kept; the new one gets a
+            number.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -36,6 +40,7 @@ class Options:
     packing: str = "auto"
     share_prefix: bool = True
     skip_zero_advantage: bool = False
+    run_log: str | Path | bool = True
 
     def __post_init__(self) -> None:
         self.chunk_plan  # noqa: B018 - raises on bad values
@@ -45,6 +50,8 @@ class Options:
         for name in ("share_prefix", "skip_zero_advantage"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
+        if not isinstance(self.run_log, str | Path | bool) or self.run_log == "":
+            raise ValueError(f"run_log is {self.run_log!r}; give a path, True or False.")
 
     @property
     def chunk_plan(self) -> ChunkPlan:

@@ -32,6 +32,7 @@ from fastgrpo.trl.compat import (
 from fastgrpo.trl.config import Options
 from fastgrpo.trl.heads import HeadDispatcher
 from fastgrpo.trl.probe import Finding, probe
+from fastgrpo.trl.runlog import LoggedTrain
 from fastgrpo.trl.scoring import Layouts, ScoringMethod
 from fastgrpo.trl.skipping import SkippingLoss, skipping_obstacle
 from fastgrpo.trl.start import StartLines
@@ -160,6 +161,8 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     _replace(handle, trainer, SCORING_METHOD, method)
     if options.skip_zero_advantage:
         _replace(handle, trainer, LOSS_METHOD, SkippingLoss(trainer, method))
+    if options.run_log is not False:
+        _replace(handle, trainer, "train", LoggedTrain(trainer, options))
     handle.callback = StartLines(handle)
     trainer.add_callback(handle.callback)
     return handle

@@ -102,17 +102,19 @@ def _rewards(trainer: GRPOTrainer) -> str:
 
 def _rollouts(trainer: GRPOTrainer) -> str:
     size = f"{trainer.num_generations} completions of up to {trainer.max_completion_length} tokens a prompt"
+    return f"rollouts: {rollout_path(trainer)}; {size}"
+
+
+def rollout_path(trainer: GRPOTrainer) -> str:
+    """Who generates the completions, in words."""
     if getattr(trainer, "rollout_func", None) is not None:
-        path = "rollout_func of this script"
-    elif trainer.use_vllm:
-        path = f"vLLM, {trainer.vllm_mode}"
-    elif getattr(trainer, "use_transformers_continuous_batching", False) or getattr(
-        trainer, "use_transformers_paged", False
-    ):
-        path = "transformers, continuous batching"
-    else:
-        path = "transformers generate, in this process"
-    return f"rollouts: {path}; {size}"
+        return "rollout_func of this script"
+    if trainer.use_vllm:
+        return f"vLLM, {trainer.vllm_mode}"
+    names = ("use_transformers_continuous_batching", "use_transformers_paged")
+    if any(getattr(trainer, name, False) for name in names):
+        return "transformers, continuous batching"
+    return "transformers generate, in this process"
 
 
 def _count(number: int) -> str:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from trl import GRPOTrainer
 
+from fastgrpo.runlog import read_run_log
 from fastgrpo.tools import cli
 from fastgrpo.tools.demo import run as demo_run
-from fastgrpo.tools.runlog import read_run_log
 
 ROOT = Path(__file__).parents[2]
 TINY = ["demo", "--toy", "--pretrain-steps", "5", "--held-out", "20"]
@@ -116,7 +116,7 @@ def test_a_missing_gguf_reader_names_the_extra(tmp_path, capsys, monkeypatch):
 
 
 def test_a_trainer_that_cannot_be_patched_is_said(tmp_path, capsys, monkeypatch):
-    def refuse(trainer):
+    def refuse(trainer, options):
         raise demo_run.fastgrpo.UnsupportedError("no such TRL.")
 
     monkeypatch.setattr(demo_run.fastgrpo, "patch", refuse)
@@ -157,7 +157,7 @@ def test_a_crash_leaves_a_log_with_its_text(tmp_path, monkeypatch):
 def test_the_toy_demo_from_start_to_end(stock, tmp_path, capsys, monkeypatch):
     patched = []
     patch = demo_run.fastgrpo.patch
-    monkeypatch.setattr(demo_run.fastgrpo, "patch", lambda trainer: patched.append(patch(trainer)))
+    monkeypatch.setattr(demo_run.fastgrpo, "patch", lambda trainer, options: patched.append(patch(trainer, options)))
     assert cli.main([*TINY, "--steps", "4", "--runs-dir", str(tmp_path), "--name", "a", *["--stock"] * stock]) == 0
     assert len(patched) == (not stock)
 

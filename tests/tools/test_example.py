@@ -19,4 +19,4 @@ def test_the_example_raises_its_reward(options, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     first, last = map(float, re.search(r"reward: (\S+) in the first ten steps, (\S+) in the last ten", out).groups())
     assert last > first + 0.1
-    assert ("left-packed" in out) == (not options)
+    assert ("trainer head" in out) == (not options)  # the table of backends

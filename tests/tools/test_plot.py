@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastgrpo.runlog import RunLog, read_run_log
 from fastgrpo.tools import plot
-from fastgrpo.tools.runlog import RunLog, read_run_log
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

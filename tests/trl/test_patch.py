@@ -42,7 +42,7 @@ def score(trainer, **options):
 def test_patch_replaces_one_attribute_and_unpatch_restores_the_trainer_exactly(trainer):
     before = dict(trainer.__dict__)
     handle = fastgrpo.patch(trainer)
-    assert {name for name in trainer.__dict__ if trainer.__dict__[name] is not before.get(name)} == {SCORING}
+    assert {name for name in trainer.__dict__ if trainer.__dict__[name] is not before.get(name)} == {SCORING, "train"}
     assert handle.active and (trl_utils._ChunkedLogProbFunction is not TRL_HEAD) == compat.has_fused_head()
     fastgrpo.unpatch(trainer)
     assert trainer.__dict__ == before

@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import fastgrpo
-from fastgrpo.tools.clock import StepClock
+from fastgrpo.runlog import RunLog, read_run_log
 from fastgrpo.tools.demo.display import Display
 from fastgrpo.tools.demo.errors import DemoError
 from fastgrpo.tools.demo.interrupt import Interrupts
@@ -30,11 +30,13 @@ from fastgrpo.tools.demo.toy import LOSS_GOAL, MAX_STEPS, pretrain, toy_model, t
 from fastgrpo.tools.demo.training import build_trainer, grpo_config
 from fastgrpo.tools.evaluate import PassAt1, evaluate_pass_at_1
 from fastgrpo.tools.plot import missing_matplotlib, plot_reward
-from fastgrpo.tools.runlog import RunLog, read_run_log
-from fastgrpo.tools.runlog_callback import RunLogCallback, describe_run
+from fastgrpo.trl.clock import StepClock
 from fastgrpo.trl.compat import check_installation
+from fastgrpo.trl.runlog import RunLogCallback, describe_run
 
 INTERRUPTED = 130
+PATCH = fastgrpo.Options(run_log=False)
+"""The demo's log holds its evaluations too, so it writes it itself."""
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -180,7 +182,7 @@ def _train(
         model=str(options.model) if options.model else recipe.model,
         rollout_path="transformers",
         device="cpu",
-        options=None if options.stock else fastgrpo.Options(),
+        options=None if options.stock else PATCH,
     )
     clock = StepClock()
     with RunLog(folder / "log.jsonl", **header) as log, Display(console) as display:
@@ -195,7 +197,7 @@ def _train(
             model, tokenizer, training, recipe, config, clock.timed_reward(recipe.reward), [callback]
         )
         if not options.stock:
-            _refuse_unsupported(lambda: fastgrpo.patch(trainer))
+            _refuse_unsupported(lambda: fastgrpo.patch(trainer, PATCH))
 
         def evaluate(when: str, step: int) -> PassAt1:
             display.begin(f"pass@1 {when} training", len(held_out))

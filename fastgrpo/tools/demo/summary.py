@@ -8,18 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fastgrpo.runlog import RunRecord, first_and_last
 from fastgrpo.tools.demo.display import clock_text
 from fastgrpo.tools.demo.tasks import Sum
 from fastgrpo.tools.evaluate import PassAt1
-from fastgrpo.tools.runlog import RunRecord
 
 _SAMPLES = 5
-
-
-def first_and_last(values: Sequence[float], window: int = 10) -> tuple[int, float, float]:
-    """Window, mean of the first and mean of the last `window` values; a run too short for two gets a smaller window."""
-    window = max(1, min(window, len(values) // 2))
-    return window, sum(values[:window]) / window, sum(values[-window:]) / window
 
 
 def print_summary(

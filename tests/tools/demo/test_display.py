@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from fastgrpo.runlog import RunLog, read_run_log
 from fastgrpo.tools.demo import display as display_module
 from fastgrpo.tools.demo.display import Display, clock_text, mean_of_last, sparkline
 from fastgrpo.tools.demo.summary import first_and_last, print_summary
 from fastgrpo.tools.demo.tasks import Sum
 from fastgrpo.tools.evaluate import PassAt1
-from fastgrpo.tools.runlog import RunLog, read_run_log
 
 STEP = {"step": 3, "reward": 0.5, "entropy": 0.25, "seconds": 2.0, "tokens_real": 400}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from fastgrpo.runlog import read_run_log
 from fastgrpo.tools import cli
 from fastgrpo.tools.demo.errors import DemoError
 from fastgrpo.tools.demo.interrupt import Interrupts
@@ -21,7 +22,6 @@ from fastgrpo.tools.demo.smollm import find_gguf
 from fastgrpo.tools.demo.tasks import all_sums, rule_reward
 from fastgrpo.tools.demo.toy import toy_model, toy_tokenizer
 from fastgrpo.tools.demo.training import build_trainer, grpo_config
-from fastgrpo.tools.runlog import read_run_log
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import fastgrpo
-from fastgrpo.tools.clock import StepClock
+from fastgrpo.runlog import KEYS, RunLog, read_run_log
 from fastgrpo.tools.demo.toy import toy_model, toy_tokenizer
-from fastgrpo.tools.runlog import KEYS, RunLog, read_run_log
-from fastgrpo.tools.runlog_callback import RunLogCallback, describe_run, peak_memory_gb
+from fastgrpo.trl.clock import StepClock
+from fastgrpo.trl.runlog import RunLogCallback, describe_run, peak_memory_gb
 
 PROMPTS = ["1+1=", "12+34="]
 ROWS, LONGEST_PROMPT, COMPLETION = 8, 6, 3

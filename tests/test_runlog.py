@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgrpo.tools.runlog import KEYS, SCHEMA, RunLog, read_run_log
+from fastgrpo.runlog import KEYS, SCHEMA, RunLog, read_run_log
 
 
 def lines(path: Path) -> list[dict]:

@@ -1,20 +1,29 @@
-"""From a TRL trainer to `log.jsonl`: what a run is, and a callback that writes a line per step."""
+"""From a TRL trainer to `log.jsonl`: what a run is, a callback that writes a line per step, and a `train` that logs."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import logging
 import platform
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import GRPOTrainer
 
-from fastgrpo.tools.clock import StepClock
-from fastgrpo.tools.runlog import RunLog
+from fastgrpo.runlog import RunLog
+from fastgrpo.trl.clock import StepClock
+from fastgrpo.trl.config import Options
+from fastgrpo.trl.start import rollout_path
 from fastgrpo.versions import installed_version
+
+logger = logging.getLogger("fastgrpo")
 
 _PACKAGES = ("fastgrpo", "torch", "transformers", "trl", "peft", "vllm")
 _NO_SETTINGS = {"output_dir", "run_name", "hub_token", "accelerator_config", "debug", "disable_tqdm", "report_to"}
@@ -133,10 +142,78 @@ class RunLogCallback(TrainerCallback):
         times = {f"time_{name}": logs.get(f"time/{name}") for name in _TIMES}
         if self._clock is not None and all(value is None for value in times.values()):
             generation, reward = _mean(self._clock.generation, steps), _mean(self._clock.reward, steps)
-            times["time_generation"], times["time_reward"] = generation, reward
+            sync = _mean(self._clock.sync, steps)
+            times |= {"time_generation": generation, "time_reward": reward, "time_sync": sync}
             if seconds is not None and generation is not None and reward is not None:
-                times["time_update"] = seconds - generation - reward
+                times["time_update"] = seconds - generation - reward - (sync or 0.0)
         return times
+
+
+class LoggedTrain:
+    """
+    Stands for a trainer's `train`: the same, with a run log of its own for every call, on the first process.
+
+    Args:
+        trainer: a `GRPOTrainer`.
+        options: `fastgrpo.Options` in force; `run_log` says where the log goes.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, options: Options) -> None:
+        self._trainer, self._options = trainer, options
+        self._train = trainer.train
+        functools.update_wrapper(self, self._train)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as `trainer.train` does, with the same arguments and result."""
+        log = self._open() if self._trainer.is_world_process_zero() else None
+        if log is None:
+            return self._train(*args, **kwargs)
+        clock = StepClock()
+        callback = RunLogCallback(log, clock)
+        self._trainer.add_callback(callback)
+        try:
+            with log, clock.watch_trainer(self._trainer):
+                return self._train(*args, **kwargs)
+        finally:
+            self._trainer.remove_callback(callback)
+
+    def _open(self) -> RunLog | None:
+        trainer, chosen = self._trainer, self._options.run_log
+        path = Path(trainer.args.output_dir if chosen is True else chosen)
+        if path.suffix != ".jsonl":
+            path = path / "log.jsonl"
+        run = describe_run(
+            trainer.args,
+            model=getattr(trainer.model.config, "name_or_path", "") or type(trainer.model).__name__,
+            rollout_path=rollout_path(trainer),
+            device=trainer.accelerator.device,
+            options=self._options,
+        )
+        try:
+            return open_numbered(path, **run)
+        except OSError as error:
+            if chosen is not True:
+                raise
+            logger.warning("fastgrpo: training without a run log: %s.", error)
+            return None
+
+
+def open_numbered(path: Path, **run: Any) -> RunLog:
+    """
+    A new log at `path`, or beside it as `NAME-2.jsonl`, `NAME-3.jsonl`, ... where there are others.
+
+    Args:
+        path: the file.
+        run: values of the `run` line.
+    """
+    for number in itertools.count(1):
+        candidate = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+        try:
+            return RunLog(candidate, **run)
+        except FileExistsError:
+            if not candidate.exists():  # it is the folder that is a file
+                raise
+    raise AssertionError
 
 
 def _mean(total: float | None, count: int) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -178,6 +178,12 @@ class RunRecord:
     def rewards(self) -> list[float]:
         """Mean reward of every step that has one."""
         return [line["reward"] for line in self.steps if line["reward"] is not None]
+
+
+def first_and_last(values: Sequence[float], window: int = 10) -> tuple[int, float, float]:
+    """Window, mean of the first and mean of the last `window` values; a run too short for two gets a smaller window."""
+    window = max(1, min(window, len(values) // 2))
+    return window, sum(values[:window]) / window, sum(values[-window:]) / window
 
 
 def read_run_log(path: str | Path) -> RunRecord:

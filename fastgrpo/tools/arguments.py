@@ -1,0 +1,56 @@
+"""What the subcommands of `fastgrpo` share: exit statuses, types of arguments, the console."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def integer(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    value = integer(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is too small; give 1 or more")
+    return value
+
+
+def number(text: str) -> float:
+    """A number that is finite and not negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give 0 or more")
+    return value
+
+
+def console(stderr: bool = False) -> Console:
+    """A rich console on stdout or stderr; colours follow the terminal and NO_COLOR, and no sign makes it fail."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")  # an output in ASCII has no tick
+    return Console(stderr=stderr)
+
+
+def print_json(value: Any) -> None:
+    """One indented JSON document on stdout."""
+    print(json.dumps(value, indent=2, allow_nan=False))

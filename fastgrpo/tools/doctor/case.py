@@ -1,0 +1,102 @@
+"""What the doctor is asked about, and what it answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["ok", "hint", "wrong", "skipped"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """
+    What was found in a layer.
+
+    Attributes:
+        layer: its name.
+        status: "ok", "hint" (works, but look at it), "wrong" (the run would fail or learn nothing) or "skipped".
+        text: what was found.
+        remedy: what to do; empty where there is nothing to do.
+    """
+
+    layer: str
+    status: Status
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    A run to be.
+
+    Attributes:
+        model: local folder of the policy; None = nothing about it is checked.
+        rewards: `MODULE:NAME` or `FILE.py:NAME` of reward functions.
+        rows: of the dataset, with at least a `prompt`; others are columns that rewards receive.
+        settings: as TRL's configuration files name them: `lora_r`, `lora_target_modules`, `use_peft`, `use_vllm`, `vllm_mode`,
+            `max_completion_length`, `max_steps`, `delta`, `epsilon`, ...
+        server: URL of a rollout server; None = none.
+    """
+
+    model: Path | None = None
+    rewards: tuple[str, ...] = ()
+    rows: Sequence[Mapping[str, Any]] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    server: str | None = None
+
+    @property
+    def lora_rank(self) -> int | None:
+        """Rank of the adapter; None = full fine-tuning."""
+        if not self.settings.get("use_peft", "lora_r" in self.settings):
+            return None
+        return int(self.settings.get("lora_r") or 16)
+
+    @property
+    def lora_targets(self) -> str | tuple[str, ...]:
+        """As peft's `target_modules`; a list of one is taken as its only entry, as TRL does."""
+        targets = self.settings.get("lora_target_modules") or "all-linear"
+        if isinstance(targets, str):
+            return targets
+        return targets[0] if len(targets) == 1 and targets[0] == "all-linear" else tuple(targets)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """
+    A configuration file as `trl grpo --config` takes it, YAML or JSON.
+
+    Raises:
+        ValueError: no such file, or no mapping in it.
+    """
+    import yaml
+
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read as YAML or JSON: {str(error).splitlines()[0]}.") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} holds a {type(settings).__name__}; give a file of names and values.")
+    return settings
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """
+    Rows of a dataset: one JSON object a line (.jsonl), or one prompt a line.
+
+    Raises:
+        ValueError: no such file, no row, or a row without a prompt.
+    """
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        rows = [json.loads(line) if path.suffix == ".jsonl" else {"prompt": line} for line in lines]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}.") from error
+    if not rows or not all(isinstance(row, dict) and row.get("prompt") for row in rows):
+        raise ValueError(
+            f"{path} has a row without a prompt; give one JSON object with a `prompt` a line, or plain lines."
+        )
+    return rows

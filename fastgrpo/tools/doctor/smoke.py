@@ -1,0 +1,133 @@
+"""`fastgrpo doctor --smoke`: ten short steps on the user's own rollout path, and what they say about the whole run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+import fastgrpo
+from fastgrpo.runlog import read_run_log
+from fastgrpo.tools.demo.quiet import quiet_libraries
+from fastgrpo.tools.doctor.case import Case, Line
+from fastgrpo.tools.doctor.trainer import build_trainer
+from fastgrpo.tools.plan.estimate import estimate_memory
+from fastgrpo.tools.report.rows import duration
+from fastgrpo.tools.report.summary import summarise
+
+STEPS, PROMPTS, ROLLOUTS = 10, 10, 4
+_SMOKE = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": ROLLOUTS,
+    "num_generations": ROLLOUTS,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+    "generation_batch_size": None,
+    "num_iterations": 1,
+}
+_LAYER = "smoke"
+
+
+def check_smoke(case: Case) -> Iterator[Line]:
+    """Ten prompts, four rollouts each, ten steps: seconds, wall clock of the run, peak memory against the plan."""
+    with quiet_libraries(), tempfile.TemporaryDirectory() as folder:
+        try:
+            trainer = build_trainer(case, Path(folder), rows=PROMPTS, own_settings=True, **_SMOKE)
+            log = Path(folder) / "smoke.jsonl"
+            with fastgrpo.patch(trainer, fastgrpo.Options(run_log=log)):
+                trainer.train()
+        except Exception as error:  # anything may break in somebody's model, reward or engine
+            text = (str(error).strip() or type(error).__name__).splitlines()[0]
+            yield Line(_LAYER, "wrong", f"{type(error).__name__}: {text}", "the error's text says what it misses")
+            return
+        record = read_run_log(log)
+    summary = summarise(record, _LAYER)
+    seconds = summary.seconds_per_step or 0.0
+    phase = f"; {summary.dominant_phase} {summary.dominant_share:.0%}" if summary.dominant_share else ""
+    yield Line(
+        _LAYER,
+        "ok",
+        f"{summary.steps} steps of {ROLLOUTS} rollouts on {summary.rollout_path}: {seconds:.2f} s per step{phase}",
+    )
+    if trainer.use_vllm:
+        yield _engine_line(trainer)
+    yield _wall_clock(case, seconds)
+    yield _memory(case, trainer, summary.peak_memory_gb)
+    if all(not line["reward_std"] for line in record.steps):
+        yield Line(
+            _LAYER,
+            "hint",
+            "in every step, all rewards of the group were the same: nothing is learned from them",
+            "easier prompts, a warmer temperature, or a reward with steps in between",
+        )
+
+
+def _engine_line(trainer: GRPOTrainer) -> Line:
+    """Whether the engine has the weights of the last steps."""
+    version = trainer._last_loaded_step
+    if version < STEPS - 1:
+        text = f"after {STEPS} steps the engine still has the weights of step {version}"
+        return Line(_LAYER, "wrong", text, "its weights are not updated: completions come from an old policy")
+    return Line(_LAYER, "ok", f"the engine started, and had the weights of step {version} at the last one")
+
+
+def _wall_clock(case: Case, seconds: float) -> Line:
+    steps = int(case.settings.get("max_steps") or 0)
+    if steps < 1:
+        return Line(_LAYER, "skipped", "wall clock: the configuration has no max_steps")
+    per_device = int(case.settings.get("per_device_train_batch_size") or GRPOConfig.per_device_train_batch_size)
+    sequences = per_device * int(case.settings.get("gradient_accumulation_steps") or 1)
+    text = f"wall clock: {steps} steps x {seconds:.2f} s = {duration(steps * seconds)}"
+    if sequences > ROLLOUTS:
+        most = duration(steps * seconds * sequences / ROLLOUTS)
+        text += f" with {ROLLOUTS} rollouts a step; with the {sequences} of the configuration at most {most}"
+    return Line(_LAYER, "ok", text)
+
+
+def _memory(case: Case, trainer: GRPOTrainer, peak: float | None) -> Line:
+    """The measured peak against the plan of these very steps."""
+    if case.model is None or not torch.cuda.is_available():
+        known = f"{peak:.2f} GB of this process" if peak is not None else "not measured"
+        return Line(_LAYER, "skipped", f"peak memory: {known}; a plan is for a GPU and a --model")
+    plan = estimate_memory(case.model, **plan_settings(case, trainer))
+    predicted = max(plan.peaks.values())
+    return Line(_LAYER, "ok", f"peak memory {peak:.2f} GB, planned {predicted:.2f}: {peak / predicted:.0%} of it")
+
+
+def plan_settings(case: Case, trainer: GRPOTrainer) -> dict[str, Any]:
+    """
+    The `PlanSettings` of a trainer, for what it was built with; the prompts are the case's.
+
+    Args:
+        case: model and adapter.
+        trainer: a built trainer.
+    """
+    arguments = trainer.args
+    dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
+    tokenizer = trainer._tokenizer
+    longest = max((len(tokenizer(str(row["prompt"]))["input_ids"]) for row in case.rows), default=16)
+    capacity = torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else None
+    rollout = "transformers"
+    if trainer.use_vllm:
+        rollout = "vllm" if trainer.vllm_mode == "colocate" else "server"
+    return {
+        "capacity_gb": capacity,
+        "lora_rank": case.lora_rank,
+        "lora_targets": case.lora_targets,
+        "dtype": dtype,
+        "autocast": trainer.accelerator.mixed_precision != "no",
+        "beta": arguments.beta,
+        "num_generations": trainer.num_generations,
+        "prompt_length": longest,
+        "completion_length": trainer.max_completion_length,
+        "micro_batch": arguments.per_device_train_batch_size,
+        "accumulation": arguments.steps_per_generation,
+        "checkpointing": bool(arguments.gradient_checkpointing),
+        "rollout": rollout,
+        "vllm_fraction": arguments.vllm_gpu_memory_utilization,
+        "vllm_sleep": bool(arguments.vllm_enable_sleep_mode),
+    }

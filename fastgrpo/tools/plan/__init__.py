@@ -1,0 +1,1 @@
+"""`fastgrpo plan` and `fastgrpo.estimate_memory`: the memory of a run before it starts."""

@@ -1,0 +1,76 @@
+"""What is followed on two fake layers is what real layers keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fastgrpo.tools.plan.shape import build, decoder_layers
+from fastgrpo.tools.plan.trace import _make_fake, _run, trace
+
+ROWS, LENGTH = 3, 40
+
+
+def config(layers: int = 5) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+    )
+
+
+def followed(model, **options):
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    settings = {"dtype": torch.float32, "autocast": False, "checkpointing": False, **options}
+    return trace(model, decoder_layers(base), rows=ROWS, length=LENGTH, hidden=64, **settings)
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_what_two_layers_cost_holds_for_five(rank):
+    from_two = followed(build(config(), "float32", rank, "all-linear"))
+    model = build(config(), "float32", rank, "all-linear").train()
+    base = model.get_base_model() if rank else model
+    with FakeTensorMode():
+        _make_fake(base.get_decoder())
+        kept, working = _run(base.get_decoder(), ROWS, LENGTH, 64, torch.float32, False)
+    first_input = ROWS * LENGTH * 64 * 4
+    assert from_two.kept == kept + first_input
+    assert from_two.working == pytest.approx(working, rel=0.02)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_real_layers_save_is_what_is_predicted(frozen):
+    """A real forward in float32 on this machine; unique storages that autograd saved, parameters left out."""
+    model = AutoModelForCausalLM.from_config(config(), attn_implementation="sdpa").train()
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    predicted_model = build(config(), "float32", None, "all-linear")
+    if frozen:
+        model.requires_grad_(False)
+        predicted_model.requires_grad_(False)
+    inputs = torch.randn(ROWS, LENGTH, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model.get_decoder()(inputs_embeds=inputs, use_cache=False).last_hidden_state
+    saved[output.untyped_storage()._cdata] = output.untyped_storage().nbytes()
+    saved[inputs.untyped_storage()._cdata] = inputs.untyped_storage().nbytes()
+    assert followed(predicted_model).kept == pytest.approx(sum(saved.values()), rel=0.03)
+
+
+def test_autocast_and_checkpointing_keep_less():
+    plain = followed(build(config(), "float32", None, "all-linear"))
+    checkpointed = followed(build(config(), "float32", None, "all-linear"), checkpointing=True)
+    assert checkpointed.kept < 0.3 * plain.kept
+    bf16 = followed(build(config(), "bfloat16", None, "all-linear"), dtype=torch.bfloat16)
+    assert bf16.kept < 0.75 * plain.kept
