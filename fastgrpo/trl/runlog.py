@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 
 from fastgrpo.runlog import RunLog
 from fastgrpo.trl.clock import StepClock
+from fastgrpo.trl.compat import stock_method
 from fastgrpo.trl.config import Options
 from fastgrpo.trl.start import rollout_path
 from fastgrpo.versions import installed_version
@@ -162,6 +163,9 @@ class LoggedTrain:
         self._trainer, self._options = trainer, options
         self._train = trainer.train
         functools.update_wrapper(self, self._train)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return stock_method(self._trainer, memo, "train")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trains as `trainer.train` does, with the same arguments and result."""

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from trl import GRPOTrainer
 from twins import assert_twins, run, trained_parameters, twins
 
 import fastgrpo
@@ -246,6 +247,7 @@ def test_a_deep_copy_of_a_patched_trainer_is_a_stock_one(tmp_path, capsys):
     fastgrpo.patch(trainer)
     copied = copy.deepcopy(trainer)
     fastgrpo.unpatch(trainer)
+    assert all(getattr(copied, name).__func__ is getattr(GRPOTrainer, name) for name in (SCORING, "train"))
     capsys.readouterr()
     set_seed(7)
     copied.train()
