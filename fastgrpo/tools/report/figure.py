@@ -92,8 +92,9 @@ def _times(axes: Any, summaries: Sequence[RunSummary]) -> None:
             axes.barh(row, seconds, left=left, height=0.6, color=_PHASE_COLOURS[phase], label=label)
             left += seconds
     axes.set_yticks(range(len(summaries)), [summary.name for summary in summaries])
-    axes.invert_yaxis()
-    axes.legend(frameon=False, fontsize=9, ncols=2, loc="best")
+    # One run's bar as thin as one of three, and room for the names below the bars.
+    axes.set_ylim(max(len(summaries), 3) - 0.5, -0.5)
+    axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 def _plans(axes: Any, summaries: Sequence[RunSummary]) -> None:
