@@ -88,8 +88,8 @@ class ScoringMethod:
         Returns:
             log-probs `[B, T]`, entropies `[B, T]` or None, auxiliary loss (0-d) or None; 0 outside the mask.
         """
-        if self.handle is not None and not self.handle.active:
-            # Somebody kept the method, wrapped for example, beyond `unpatch`.
+
+        def trainer_s_own() -> tuple[Tensor, Tensor | None, Tensor | None]:
             return getattr(type(self.trainer), SCORING_METHOD)(
                 self.trainer,
                 model,
@@ -101,23 +101,16 @@ class ScoringMethod:
                 compute_aux_loss=compute_aux_loss,
                 **model_inputs,
             )
+
+        if self.handle is not None and not self.handle.active:
+            # Somebody kept the method, wrapped for example, beyond `unpatch`.
+            return trainer_s_own()
         entropy = self._entropy_mode(compute_entropy)
         # TRL never asks for a row's first token, or for no token; what it would make of that is its own business.
         odd = not 0 < logits_to_keep < input_ids.shape[1]
         if odd or self._own_method or any(value is not None for value in model_inputs.values()):
-            method = getattr(type(self.trainer), SCORING_METHOD)
             with head_call(HeadCall(self.plan, entropy)):
-                return method(
-                    self.trainer,
-                    model,
-                    input_ids,
-                    attention_mask,
-                    logits_to_keep,
-                    batch_size=batch_size,
-                    compute_entropy=compute_entropy,
-                    compute_aux_loss=compute_aux_loss,
-                    **model_inputs,
-                )
+                return trainer_s_own()
         with profiling_context(self.trainer, SCORING_METHOD):
             count = input_ids.shape[0]
             if self.kept is not None:
