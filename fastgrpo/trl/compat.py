@@ -122,17 +122,13 @@ def check_trainer(trainer: GRPOTrainer) -> None:
 
 def overrides(trainer: GRPOTrainer, method: str) -> bool:
     """Whether the trainer, by its class or on the object, brings its own version of a GRPOTrainer method."""
-    return not _is_stock(trainer, method) or getattr(type(trainer), method) is not getattr(GRPOTrainer, method)
-
-
-def _is_stock(trainer: GRPOTrainer, method: str) -> bool:
-    present = trainer.__dict__.get(method)
-    return present is None or getattr(present, "__func__", None) is getattr(type(trainer), method)
+    return has_own_attribute(trainer, method) or getattr(type(trainer), method) is not getattr(GRPOTrainer, method)
 
 
 def has_own_attribute(trainer: GRPOTrainer, method: str) -> bool:
     """Whether something else than the class's method stands on the object."""
-    return not _is_stock(trainer, method)
+    present = trainer.__dict__.get(method)
+    return present is not None and getattr(present, "__func__", None) is not getattr(type(trainer), method)
 
 
 def stock_method(trainer: GRPOTrainer, memo: dict[int, Any], method: str) -> Any:
