@@ -49,6 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
         from bench import rows
 
         run = rows.run(device, rounds, warm_ups, options.quick)
+    elif options.bench == "train":
+        from bench import train
+
+        run = train.run(device, options.precision, options.train, options.steps, options.quick)
     else:
         from bench import update
 
@@ -99,9 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("--only", nargs="+", metavar="TEXT", help="shapes whose name holds one of these")
     head.add_argument("--task", nargs="+", choices=["forward", "frozen", "trained", "entropy"], help="default: all")
     benches.add_parser("rows", parents=[common], help="the row kernels alone, against a copy (CUDA)")
-    update = benches.add_parser("update", parents=[common], help="a GRPOTrainer's update, stock and patched")
-    update.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="bfloat16 = autocast")
-    update.add_argument("--train", nargs="+", default=["lora", "full"], choices=["lora", "full"])
+    trained = argparse.ArgumentParser(add_help=False)
+    trained.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="bfloat16 = autocast")
+    trained.add_argument("--train", nargs="+", default=["lora", "full"], choices=["lora", "full"])
+    train = benches.add_parser("train", parents=[common, trained], help="GRPO steps with generation, stock and patched")
+    train.add_argument("--steps", type=int, default=4, help="optimizer steps of each run (default: 4)")
+    update = benches.add_parser("update", parents=[common, trained], help="a GRPOTrainer's update, stock and patched")
     update.add_argument(
         "--old-pass", action="store_true", help="num_iterations=2: with the separate pass for old log-probs"
     )

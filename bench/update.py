@@ -23,7 +23,7 @@ from bench.measure import MIB, Timing, extra_peak_bytes, interleave
 from bench.peers import Problem, peers
 
 STOCK, PATCHED = "TRL", "fastgrpo"
-_LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ def build_trainer(
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["<eos>"] * workload.prompts}),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=_LORA_LAYERS) if kind == "lora" else None,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=LORA_LAYERS) if kind == "lora" else None,
     )
     if checkpointing:
         trainer.model.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)

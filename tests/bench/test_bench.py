@@ -164,6 +164,20 @@ def test_update_measures_stock_and_patched_on_the_same_gradients(tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_training_starts_from_the_same_completions_and_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "train.json"
+    assert main(["train", "--device", "cpu", "--quick", "--steps", "2", "--threads", "1", "--json", str(path)]) == 0
+    run = json.loads(path.read_text())
+    assert [(row["case"], row["path"]) for row in run["rows"]] == [
+        (case, name) for case in ("lora", "full") for name in ("TRL", "fastgrpo")
+    ]
+    for stock, patched in zip(run["rows"][::2], run["rows"][1::2], strict=True):
+        assert patched["same_completions"]
+        assert patched["first_step"] == pytest.approx(stock["first_step"], abs=1e-5)
+        assert len(patched["seconds"]) == len(patched["generation_seconds"]) == 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("old_pass", "calls"), [(False, 2), (True, 3)])
 def test_the_old_pass_is_one_more_scoring(old_pass: bool, calls: int, tmp_path: Path) -> None:
     batch = update.synthetic_batch(update.QUICK, CPU)

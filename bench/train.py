@@ -1,0 +1,262 @@
+"""`python -m bench train`: a few steps of real GRPO training, generation included, stock and patched from one seed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import fastgrpo
+from bench import report
+from bench.measure import MIB
+from bench.update import LORA_LAYERS, PATCHED, QUICK, QWEN3_512, STOCK, Workload
+
+# Of the metrics that TRL logs, those that the first step's forward decides; the others are times, counts or learning rates.
+_COMPARED = ("loss", "reward", "reward_std", "grad_norm", "entropy", "kl", "clip_ratio/region_mean")
+_COLUMNS = ("", "step s", "generation s", "rest s", "rest / ours", "peak MiB beside the model", "first step as stock's")
+
+TRAINED = replace(QWEN3_512, name="Qwen3-1.7B", completion_median=100, completion_max=256)
+QUICK_TRAINED = replace(QUICK, completion_max=24)
+
+
+@dataclass
+class Training:
+    """What a run of `train_once` left."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of each step."""
+    generation_seconds: list[float] = field(default_factory=list)
+    completions: list[list[list[int]]] = field(default_factory=list)
+    """Token ids of each step's completions."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """TRL's `log_history`."""
+    peak_mib: float | None = None
+    """Beside the model and what was there before; None on a CPU."""
+
+    @property
+    def rest_seconds(self) -> list[float]:
+        """Of each step, without generation."""
+        return [step - generation for step, generation in zip(self.seconds, self.generation_seconds, strict=True)]
+
+
+def run(device: torch.device, precision: str, train: list[str], steps: int, quick: bool) -> dict[str, Any]:
+    """
+    Trains stock and patched from one seed with LoRA and in full, and prints times, memory and whether the first steps agree.
+
+    Args:
+        device: where to run.
+        precision: `"float32"`, or `"bfloat16"` for autocast (TRL's own default).
+        train: of `"lora"` (rank 16 on all linear layers) and `"full"`.
+        steps: optimizer steps of each run; times are those after the first.
+        quick: a tiny model, to see that everything works.
+
+    Returns:
+        The run, see `report.record`.
+    """
+    for name in ("transformers", "trl", "accelerate", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    workload = QUICK_TRAINED if quick else TRAINED
+    lines: list[dict[str, Any]] = []
+    ratios: dict[str, float] = {}
+    for kind in train:
+        trainings = {
+            name: train_once(workload, device, precision, kind, steps, name == PATCHED) for name in (STOCK, PATCHED)
+        }
+        stock, patched = trainings[STOCK], trainings[PATCHED]
+        rest = {name: statistics.median(training.rest_seconds[1:]) for name, training in trainings.items()}
+        key = f"{workload.name}/{precision}/{kind}"
+        ratios[f"{key}/time without generation: fastgrpo over TRL"] = rest[PATCHED] / rest[STOCK]
+        for name, training in trainings.items():
+            lines.append(
+                {
+                    "case": kind,
+                    "path": name,
+                    "rest_seconds": rest[name],
+                    "rest_over_fastgrpo": rest[name] / rest[PATCHED],
+                    "same_completions": training.completions[0] == stock.completions[0],
+                    "first_step": {metric: training.history[0].get(metric) for metric in _COMPARED},
+                    **asdict(training),
+                }
+            )
+            del lines[-1]["completions"]
+        if stock.peak_mib is not None and patched.peak_mib is not None:
+            ratios[f"{key}/memory beside the model: fastgrpo over TRL"] = patched.peak_mib / stock.peak_mib
+    report.table(f"GRPO steps of {workload.name}, random weights, {precision}", _COLUMNS, _cells(lines))
+    for line in lines:
+        report.say(f"{line['case']}, {line['path']}, first step: {line['first_step']}")
+    settings = {"workload": asdict(workload), "precision": precision, "steps": steps}
+    return report.record("train", device, settings, lines, ratios)
+
+
+def train_once(
+    workload: Workload, device: torch.device, precision: str, kind: str, steps: int, patched: bool
+) -> Training:
+    """
+    Trains a fresh model with TRL's own `train()`.
+
+    Args:
+        workload, device, precision, kind, steps: see `run`.
+        patched: after `fastgrpo.patch`.
+
+    Returns:
+        What it left.
+    """
+    result = Training()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _build_trainer(workload, device, precision, kind, steps, folder, result.completions)
+        if patched:
+            fastgrpo.patch(trainer, fastgrpo.Options(run_log=False))
+        trainer._generate = _timed(trainer._generate, result.generation_seconds, device)
+        trainer.add_callback(_StepClock(result.seconds, device))
+        before = 0
+        if device.type == "cuda":
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        trainer.train()
+        if device.type == "cuda":
+            result.peak_mib = (torch.cuda.max_memory_allocated(device) - before) / MIB
+        result.history = [dict(entry) for entry in trainer.state.log_history]
+        del trainer
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+class _StepClock(transformers.TrainerCallback):
+    def __init__(self, seconds: list[float], device: torch.device) -> None:
+        self.seconds, self.device = seconds, device
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.start = _now(self.device)
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(_now(self.device) - self.start)
+
+
+def _timed(function: Callable[..., Any], seconds: list[float], device: torch.device) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = _now(device)
+        result = function(*args, **kwargs)
+        seconds.append(_now(device) - start)
+        return result
+
+    return timed
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _build_trainer(
+    workload: Workload,
+    device: torch.device,
+    precision: str,
+    kind: str,
+    steps: int,
+    folder: str,
+    seen: list[list[list[int]]],
+) -> trl.GRPOTrainer:
+    torch.manual_seed(0)
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{index}": index for index in range(2, workload.vocabulary)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(workload.config())
+    if precision == "bfloat16" and device.type == "cuda" and kind == "lora":
+        model = model.to(torch.bfloat16)  # as TRL loads a base that is not trained; the adapters stay in float32
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        seen.append([list(ids) for ids in completion_ids])
+        return [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+    arguments = trl.GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=workload.micro_batch,
+        gradient_accumulation_steps=workload.prompts * workload.completions // workload.micro_batch,
+        num_generations=workload.completions,
+        max_completion_length=workload.completion_max,
+        generation_kwargs={"sequence_bias": [[[1], _end_bias(workload)]]},
+        max_steps=steps,
+        logging_steps=1,
+        save_strategy="no",
+        gradient_checkpointing=True,
+        bf16=precision == "bfloat16",
+        use_cpu=device.type == "cpu",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+    )
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": list(_prompts(workload, steps))}),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=LORA_LAYERS) if kind == "lora" else None,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def _end_bias(workload: Workload) -> float:
+    # Random weights end a text once in V tokens. Their logits have a variance of H times that of the initialisation, so
+    # the sum of V exponentials is V exp(H var / 2) about; with this bias a text ends once in `completion_median` tokens.
+    variance = workload.hidden * workload.config().initializer_range ** 2
+    return math.log(workload.vocabulary / workload.completion_median) + variance / 2
+
+
+def _prompts(workload: Workload, steps: int) -> Iterator[str]:
+    generator = torch.Generator().manual_seed(0)
+    low, high = workload.prompt_tokens
+    for _ in range(workload.prompts * steps):
+        length = int(torch.randint(low, high + 1, (1,), generator=generator))
+        ids = torch.randint(2, workload.vocabulary, (length,), generator=generator)
+        yield " ".join(f"w{index}" for index in ids.tolist())
+
+
+def _cells(lines: list[dict[str, Any]]) -> Iterator[list[str]]:
+    for stock, patched in zip(lines[::2], lines[1::2], strict=True):
+        yield [patched["case"], *[""] * (len(_COLUMNS) - 1)]
+        for line in (stock, patched):
+            yield [
+                f"  {line['path']}",
+                f"{statistics.median(line['seconds'][1:]):.2f}",
+                f"{statistics.median(line['generation_seconds'][1:]):.2f}",
+                f"{line['rest_seconds']:.2f}",
+                f"{line['rest_over_fastgrpo']:.2f}",
+                "" if line["peak_mib"] is None else f"{line['peak_mib']:.0f}",
+                "" if line is stock else _agreement(stock, patched),
+            ]
+        yield []
+
+
+def _agreement(stock: dict[str, Any], patched: dict[str, Any]) -> str:
+    differences = [
+        abs(value - patched["first_step"][name]) / max(abs(value), 1e-3)
+        for name, value in stock["first_step"].items()
+        if value is not None
+    ]
+    completions = "same completions" if patched["same_completions"] else "OTHER completions"
+    return f"{completions}, metrics within {max(differences):.1e}"
