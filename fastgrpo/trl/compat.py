@@ -158,8 +158,8 @@ def packing_obstacle(trainer: GRPOTrainer) -> str:
         return f"the model has layers of type {', '.join(sorted(layers - _ATTENTION_LAYERS))}"
     if overrides(trainer, SCORING_METHOD):
         return f"{type(trainer).__name__} brings its own {SCORING_METHOD}"
-    if trainer._is_vlm:
-        return "vision-language positions depend on the images"
+    if trainer._is_vlm and not has_fused_head():
+        return "this TRL scores rows with images through full logits"
     if trainer.args.neftune_noise_alpha:
         return "neftune_noise_alpha makes the size of its noise depend on the width of the rows"
     if trainer.args.torch_compile:
@@ -172,6 +172,8 @@ def varlen_obstacle(trainer: GRPOTrainer) -> str:
     device = trainer.accelerator.device.type
     if device not in ("cpu", "cuda"):
         return f"there is no padding-free attention for {device} yet"
+    if trainer._is_vlm:
+        return "vision-language positions depend on the images"
     for model in models_of(trainer):
         obstacle = _model_obstacle(model)
         if not obstacle and device == "cuda":
@@ -215,8 +217,8 @@ def has_attention_window(trainer: GRPOTrainer) -> bool:
 
 
 def accepts_position_ids(trainer: GRPOTrainer) -> bool:
-    """Whether the model's forward takes explicit positions."""
-    return _accepts_position_ids(base_model(trainer.accelerator.unwrap_model(trainer.model)))
+    """Whether the model's forward takes explicit positions. A vision-language model finds its own."""
+    return not trainer._is_vlm and _accepts_position_ids(base_model(trainer.accelerator.unwrap_model(trainer.model)))
 
 
 def _accepts_position_ids(model: torch.nn.Module) -> bool:

@@ -28,6 +28,7 @@ from fastgrpo.trl.compat import (
     stock_method,
 )
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
+from fastgrpo.trl.images import LeftPackedForward
 from fastgrpo.trl.skipping import Kept
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class ScoringMethod:
             log-probs `[B, T]`, entropies `[B, T]` or None, auxiliary loss (0-d) or None; 0 outside the mask.
         """
 
-        def trainer_s_own() -> tuple[Tensor, Tensor | None, Tensor | None]:
+        def trainer_s_own(model: Any = model) -> tuple[Tensor, Tensor | None, Tensor | None]:
             return getattr(type(self.trainer), SCORING_METHOD)(
                 self.trainer,
                 model,
@@ -108,9 +109,12 @@ class ScoringMethod:
         entropy = self._entropy_mode(compute_entropy)
         # TRL never asks for a row's first token, or for no token; what it would make of that is its own business.
         odd = not 0 < logits_to_keep < input_ids.shape[1]
-        if odd or self._own_method or any(value is not None for value in model_inputs.values()):
+        if odd or self._own_method:
             with head_call(HeadCall(self.plan, entropy)):
                 return trainer_s_own()
+        if any(value is not None for value in model_inputs.values()):
+            with head_call(HeadCall(self.plan, entropy)):
+                return trainer_s_own(model if self.layout == "none" else LeftPackedForward(model))
         with profiling_context(self.trainer, SCORING_METHOD):
             count = input_ids.shape[0]
             if self.kept is not None:

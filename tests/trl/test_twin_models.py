@@ -117,7 +117,26 @@ def test_prompts_with_no_one_and_three_images_train_side_by_side(lora, tmp_path)
 
     _, patched = twins(tmp_path, lora=lora, trainer_class=Recording, **vision_settings([0, 1, 3, 0, 1, 3]))
     assert set.union(*mixtures) == {0, 1, 3} and any(0 in mixture and len(mixture) > 1 for mixture in mixtures)
-    assert "vision-language" in fastgrpo.patch(patched).not_varlen_because
+    handle = fastgrpo.patch(patched)
+    assert "vision-language" in handle.not_varlen_because
+    assert handle.layout == ("left" if compat.has_fused_head() else "none")
+
+
+@pytest.mark.skipif(not compat.has_fused_head(), reason="this TRL takes full logits where there are images")
+def test_rows_with_images_reach_the_model_without_shared_padding(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=1, **vision_settings([0, 1, 3, 1]))
+    masks: list[Any] = []
+    trainer.model.get_base_model().model.register_forward_pre_hook(
+        lambda module, args, kwargs: masks.append(kwargs.get("attention_mask")) if torch.is_grad_enabled() else None,
+        with_kwargs=True,
+    )
+    with fastgrpo.patch(trainer):
+        trainer.train()
+    images = [mask for mask in masks if mask is not None]
+    assert images
+    for mask in images:
+        assert bool(mask[:, 0].all()) and bool(mask[:, -1].any())
+        assert bool((mask.diff(dim=1) <= 0).all())
 
 
 def test_a_vision_language_model_trains_on_text_alone(tmp_path):
