@@ -1,0 +1,78 @@
+"""Whole training runs under TRL on a CUDA device, patched beside stock."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from tiny import tiny_trainer
+from twins import trained_parameters
+
+import fastgrpo
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains_and_starts_as_stock_does(precision, lora, checkpointing, tmp_path):
+    def train(patched: bool):
+        trainer = tiny_trainer(
+            tmp_path,
+            model="qwen3",
+            lora=lora,
+            use_cpu=False,
+            max_steps=3,
+            learning_rate=0.05,
+            gradient_checkpointing=checkpointing,
+            **{"bf16": False, precision: True},
+        )
+        before = trained_parameters(trainer)
+        if patched:
+            assert fastgrpo.patch(trainer).layout == "varlen"
+        trainer.train()
+        return trainer, before
+
+    stock, _ = train(False)
+    patched, before = train(True)
+    first, ours = stock.state.log_history[0], patched.state.log_history[0]
+    assert list(stock._logs["completion"])[:8] == list(patched._logs["completion"])[:8]
+    for name, limit in {"reward": 1e-6, "entropy": 2e-2, "loss": 2e-2, "grad_norm": 0.1}.items():
+        if torch.isfinite(torch.tensor(first[name])):  # the scaler's first steps overflow
+            assert ours[name] == pytest.approx(first[name], rel=limit, abs=limit), name
+    after = trained_parameters(patched)
+    assert all(bool(value.isfinite().all()) for value in after.values())
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_backends_name_the_kernels_while_a_trainer_is_patched(tmp_path):
+    with fastgrpo.patch(tiny_trainer(tmp_path, model="qwen3", use_cpu=False, bf16=True)):
+        backends = fastgrpo.backends()
+        assert backends["packing"].device == "cuda"
+        assert backends["trainer head"].device == "cuda"
+
+
+def test_an_out_of_memory_error_is_survived_with_a_smaller_budget():
+    hidden = torch.randn(4096, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(32000, 64, device="cuda", dtype=torch.bfloat16)
+    targets = torch.randint(0, 32000, (4096,), device="cuda")
+    expected = fastgrpo.linear_logprob(hidden, weight, targets, chunk_bytes=16 << 20).logprobs.detach()
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    # Leaves room for a chunk of 16 MiB and not for one of 512.
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (128 << 20)) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            fastgrpo.linear_logprob(hidden, weight, targets, chunk_bytes=512 << 20)
+        result = fastgrpo.linear_logprob(hidden, weight, targets, chunk_bytes=16 << 20)
+        result.logprobs.sum().backward()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(result.logprobs, expected)
+    assert bool(hidden.grad.isfinite().all())
