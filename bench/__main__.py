@@ -26,6 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
         Exit status: 0, or 1 where `--compare` finds a ratio that got worse by more than 5 %, or 2 where it cannot compare.
     """
     options = _parser().parse_args(arguments)
+    if options.bench == "summary":
+        return _summarise(options.files, options.against)
     stored = None
     if options.compare:
         try:
@@ -53,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
         from bench import train
 
         run = train.run(device, options.precision, options.train, options.steps, options.quick)
+    elif options.bench == "plan":
+        from bench import plan
+
+        run = plan.run(device, options.only, options.quick)
     else:
         from bench import update
 
@@ -62,6 +68,16 @@ def main(arguments: list[str] | None = None) -> int:
         report.write(options.json, run)
         report.say(f"written to {options.json}")
     return 0 if stored is None else _compare(run, stored)
+
+
+def _summarise(files: list[Path], stored: list[Path]) -> int:
+    from bench.summary import summarise
+
+    text, unreadable = summarise(files, stored)
+    print(text)
+    for line in unreadable:
+        print(f"cannot be read: {line}", file=sys.stderr)
+    return 2 if unreadable else 0
 
 
 def _compare(run: dict, stored: dict) -> int:
@@ -108,9 +124,16 @@ def _parser() -> argparse.ArgumentParser:
     trained.add_argument("--train", nargs="+", default=["lora", "full"], choices=["lora", "full"])
     train = benches.add_parser("train", parents=[common, trained], help="GRPO steps with generation, stock and patched")
     train.add_argument("--steps", type=int, default=4, help="optimizer steps of each run (default: 4)")
+    plan = benches.add_parser("plan", parents=[common], help="the memory plan against what an update takes (CUDA)")
+    plan.add_argument("--only", nargs="+", metavar="TEXT", help="settings whose name holds one of these")
     update = benches.add_parser("update", parents=[common, trained], help="a GRPOTrainer's update, stock and patched")
     update.add_argument(
         "--old-pass", action="store_true", help="num_iterations=2: with the separate pass for old log-probs"
+    )
+    summary = benches.add_parser("summary", help="runs written with --json, as Markdown, beside stored ones")
+    summary.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written with --json")
+    summary.add_argument(
+        "--against", nargs="+", type=Path, default=[], metavar="FILE", help="stored runs to compare with"
     )
     return parser
 

@@ -10,6 +10,8 @@ MIB = 1 << 20
 DEFAULT_CHUNK_BYTES = 512 * MIB
 # Host memory is the user's own, and a chunk near the caches' size is not slower.
 DEFAULT_CHUNK_BYTES_CPU = 128 * MIB
+# What cuBLAS computes at a time: a chunk of other sizes leaves its last tile partly idle.
+TILE = 256
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,13 @@ from fastgrpo.checks import (
     require_number,
     require_tensor,
 )
-from fastgrpo.chunking import ChunkPlan
+from fastgrpo.chunking import TILE, ChunkPlan
 from fastgrpo.kernels.select import head_kernels
 from fastgrpo.objective import GRPOStats, Objective, grpo_loss, require_objective, row_local_terms_exist, vespo_weights
 from fastgrpo.ops import accumulation_dtype, linear_grpo_op, linear_logprob_op, objective_constants
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _IGNORED = -1
-# What cuBLAS computes at a time: a chunk of other sizes leaves its last tile partly idle.
-_TILE = 256
 
 
 class LogProbs(NamedTuple):
@@ -358,7 +356,7 @@ def _chunk_rows(plan: ChunkPlan, hidden: Tensor, head: _Head, with_entropy: bool
     gradient = head.need_hidden or head.trains
     buffers = kernels.buffers(with_entropy, head.softcap is not None and gradient)
     itemsize = accumulation_dtype(head.compute_dtype).itemsize
-    tile = _TILE if hidden.device.type == "cuda" else 1
+    tile = TILE if hidden.device.type == "cuda" else 1
     return plan.rows(hidden.shape[0], head.weight.shape[0], buffers, itemsize, hidden.device, tile)
 
 

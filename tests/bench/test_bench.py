@@ -196,3 +196,31 @@ def test_synthetic_batch_is_padded_as_trl_pads() -> None:
     tokens = update.count_tokens(batch)
     assert tokens["scored"] < tokens["real"] < tokens["padded"]
     assert tokens["scored"] == int(batch["num_items_in_batch"])
+
+
+def test_a_summary_sets_a_run_beside_the_stored_one_and_marks_what_got_worse(
+    head_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = json.loads(head_run.read_text())
+    first, second, *_ = run["ratios"]
+    stored = tmp_path / "stored.json"
+    stored.write_text(json.dumps(run | {"ratios": {first: run["ratios"][first] / 1.5, second: run["ratios"][second]}}))
+    assert main(["summary", str(head_run), "--against", str(stored)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (worse,) = [line for line in lines if "worse" in line]
+    assert first in worse and "+50.0%" in worse
+    assert sum(line.startswith("|") for line in lines) == 2 + len(run["ratios"])
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    assert main(["summary", str(broken)]) == 2
+    assert str(broken) in capsys.readouterr().err
+
+
+def test_the_plan_is_set_beside_a_measured_update(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    options = ["plan", "--device", "cpu", "--quick", "--threads", "1", "--only", "0.6B, full, float32"]
+    assert main([*options, "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["predicted_gb"] > 0 and row["measured_gb"] > 0
+    # Tiny layers on a CPU, where attention's blocks count: an order of magnitude, no claim.
+    assert 0.3 < row["ratio"] < 3, row

@@ -62,6 +62,8 @@ _HELP = {
     "sharding": "what the devices share",
     "reserve_gb": "context, library workspaces and fragmentation, in GB",
 }
+_SHOWN = 0.05
+"""GB: what is less rounds to nothing."""
 _OPTION = {"capacity_gb": "capacity", "num_generations": "generations", "reserve_gb": "reserve"}
 """Options that are not called as the field."""
 
@@ -181,6 +183,10 @@ def show(plan: MemoryPlan, to: Console) -> None:
     table.add_column("made of", style="dim")
     for name, size in plan.terms.items():
         table.add_row(name, f"{size:.1f}", _parts(plan.details[name]))
+    if plan.overlap >= _SHOWN:
+        table.add_row(
+            "not alive at once", f"{-plan.overlap:.1f}", "most activations are gone when the gradients are complete"
+        )
     table.add_section()
     together = "the larger of engine and update counts" if settings.rollout == "vllm" and settings.vllm_sleep else ""
     table.add_row("total", f"{plan.total:.1f}", together, style="bold")

@@ -94,7 +94,7 @@ class _Estimator:
     def _activations(self, settings: PlanSettings, shape: ModelShape) -> tuple[Activations, str]:
         rows, length = settings.rows
         key = (settings.lora_rank, settings.lora_targets, settings.dtype, settings.autocast, settings.checkpointing)
-        key = (*key, rows, length)
+        key = (*key, rows, length, settings.continued_tokens)
         if key not in self._traces:
             self._traces[key] = self._trace(settings, shape, rows, length)
         return self._traces[key]
@@ -116,6 +116,7 @@ class _Estimator:
                     dtype=getattr(torch, settings.dtype),
                     autocast=settings.autocast,
                     checkpointing=settings.checkpointing,
+                    continued=settings.continued_tokens,
                 )
             return found, ""
         except Exception as error:  # a model whose layers need values (some mixtures of experts) raises what it likes
@@ -136,6 +137,7 @@ def _rule_of_thumb(config: PretrainedConfig, settings: PlanSettings, shape: Mode
     inputs = tokens * shape.hidden * settings.weight_bytes
     ends = tokens * shape.hidden * 8  # last norm in float32, and its output
     working = tokens * 4 * inner * settings.compute_bytes
+    casts = shape.linear_parameters * settings.compute_bytes if settings.full and settings.dtype == "float32" else 0
     if settings.checkpointing:
-        return Activations(shape.layers * inputs + ends, layer + working)
-    return Activations(shape.layers * layer + ends, working)
+        return Activations(shape.layers * inputs + ends, layer + working, inputs, casts if settings.autocast else 0)
+    return Activations(shape.layers * layer + ends, working, layer, 0)

@@ -12,6 +12,7 @@ from fastgrpo.tools.plan.advice import Alternative, find_alternatives
 from fastgrpo.tools.plan.settings import PlanSettings
 from fastgrpo.tools.plan.shape import ModelShape
 from fastgrpo.tools.plan.trace import Activations
+from fastgrpo.tools.plan.update import CASTS, HEAD, KEPT, LAYER, find_moments, head_of
 
 GB = 1e9
 WEIGHTS = "policy weights"
@@ -38,9 +39,12 @@ class MemoryPlan:
     Attributes:
         terms: GB by name, see `TERMS`; all are always there.
         details: what a term is made of.
-        total: of all terms; with a sleeping engine the larger of engine and update counts.
+        total: of all terms, less `overlap`; with a sleeping engine the larger of engine and update counts.
+        overlap: by how much gradients and activations together are more than what is ever alive of both: when the last
+            gradient is there, most activations are gone.
         peaks: "rollout" and "update": what is alive at once in either at the most, reserve left out; comparable with
-            `torch.cuda.max_memory_allocated`.
+            `torch.cuda.max_memory_allocated`. "held": between two updates; "forward", "backward" and "optimizer": the parts
+            of one.
         advice: the one setting that would free most, with the figure; empty where none would free anything.
         alternatives: all that would free something, the largest first; planned when first asked for.
         comparisons: what fastgrpo's head and packing change, in sentences.
@@ -51,6 +55,7 @@ class MemoryPlan:
     terms: Mapping[str, float]
     details: Mapping[str, Mapping[str, float]]
     total: float
+    overlap: float
     peaks: Mapping[str, float]
     settings: PlanSettings
     shape: ModelShape
@@ -95,6 +100,7 @@ class MemoryPlan:
             "terms_gb": dict(self.terms),
             "details_gb": {name: dict(parts) for name, parts in self.details.items()},
             "total_gb": self.total,
+            "overlap_gb": self.overlap,
             "peaks_gb": dict(self.peaks),
             "capacity_gb": self.capacity,
             "free_gb": self.free,
@@ -132,24 +138,30 @@ def assemble(settings: PlanSettings, shape: ModelShape, activations: Activations
         RESERVE: {"reserve": settings.reserve_gb * GB},
     }
     sizes = {name: sum(parts.values()) for name, parts in details.items()}
-    # The head and a layer in its backward are not alive at once.
-    at_work = ("head", "a layer at work")
-    sizes[UPDATE] = details[UPDATE]["kept for the backward"] + max(details[UPDATE][name] for name in at_work)
-    asleep = settings.rollout == "vllm" and settings.vllm_sleep
-    always = sizes[WEIGHTS] + sizes[STATES] + sizes[REFERENCE]
-    rollout, update = sizes[ENGINE], sizes[UPDATE]
-    together = max(rollout, update) if asleep else rollout + update
-    in_update = rollout if settings.rollout == "vllm" and not asleep else 0.0
     gradients = details[STATES]["gradients"]
+    moments = find_moments(settings, shape, activations, details[UPDATE], gradients)
+    # With no gradient yet, and with all of them. The head and a layer in its backward are not alive at once.
+    sizes[UPDATE] = max(moments.without_gradients, moments.peak - gradients)
+    overlap = gradients + sizes[UPDATE] - moments.peak if settings.full else 0.0  # an adapter's are small
+    asleep = settings.rollout == "vllm" and settings.vllm_sleep
+    always = sizes[WEIGHTS] + sizes[STATES] - gradients + sizes[REFERENCE]
+    rollout, update = sizes[ENGINE], gradients + sizes[UPDATE] - overlap
+    together = max(rollout, update) if asleep else rollout + update
+    in_update = always + (rollout if settings.rollout == "vllm" and not asleep else 0.0)
     peaks = {
-        "rollout": always - gradients + rollout * (1 + 1 / shape.layers if settings.rollout == "transformers" else 1),
-        "update": always + update + in_update,
+        "rollout": always + rollout * (1 + 1 / shape.layers if settings.rollout == "transformers" else 1),
+        "held": in_update,
+        "update": in_update + moments.peak,
+        "forward": in_update + moments.forward,
+        "backward": in_update + moments.backward,
+        "optimizer": in_update + moments.optimizer,
     }
     starts, notes = _notes(settings, shape, kv_bytes)
     return MemoryPlan(
         terms={name: sizes[name] / GB for name in TERMS},
         details={name: {part: size / GB for part, size in parts.items()} for name, parts in details.items()},
         total=(always + together + sizes[RESERVE]) / GB,
+        overlap=overlap / GB,
         peaks={name: size / GB for name, size in peaks.items()},
         settings=settings,
         shape=shape,
@@ -209,13 +221,15 @@ def _engine(settings: PlanSettings, kv_bytes: int) -> dict[str, float]:
 
 
 def _update(settings: PlanSettings, shape: ModelShape, activations: Activations) -> dict[str, float]:
+    head = head_of(settings, shape)
     working = activations.working
     if settings.quantization:
         working += shape.largest_linear * settings.compute_bytes  # dequantised one at a time
     return {
-        "kept for the backward": activations.kept - _offloaded(settings, shape),
-        "head": head_bytes(settings, shape),
-        "a layer at work": working,
+        KEPT: activations.kept - _offloaded(settings, shape),
+        CASTS: activations.casts,
+        HEAD: max(head.forward, head.backward),
+        LAYER: working,
     }
 
 
@@ -227,31 +241,10 @@ def _offloaded(settings: PlanSettings, shape: ModelShape) -> int:
     return max(0, shape.layers - on_device) * rows * length * shape.hidden * settings.weight_bytes
 
 
-def head_bytes(settings: PlanSettings, shape: ModelShape) -> float:
-    """
-    What the output head needs beside its weight and the hidden states, for the completion tokens of a micro-batch.
-
-    `head="full"`: one matrix of logits in the dtype of the products, the least that any head needs which materialises them.
-    fastgrpo: three fp32 buffers of a chunk, two of which the byte budget counts, and a 16-bit copy of one. With a frozen head,
-    d logprob / d hidden in fp32, and in the backward three of its size; with one that trains, its gradient in fp32 (and,
-    where micro-batches accumulate, in its dtype).
-    """
-    tokens, width, words = settings.scored_tokens, shape.hidden, shape.vocabulary
-    if settings.head == "full":
-        return tokens * words * settings.compute_bytes
-    chunk = min(settings.head_chunk_bytes, 2 * tokens * words * 4)
-    chunk *= 1.75 if settings.compute_bytes == 2 else 1.5
-    if not settings.full:
-        slope = tokens * width * 4
-        return max(chunk + slope, 3 * slope + tokens * width * settings.weight_bytes)
-    # The rounded copy of the gradient becomes the gradient itself, unless there is one to add it to.
-    copies = 4 + (settings.weight_bytes if settings.weight_bytes < 4 and settings.accumulation > 1 else 0)
-    copies += settings.compute_bytes if settings.compute_bytes < settings.weight_bytes else 0
-    return chunk + words * width * copies
-
-
 def _comparisons(settings: PlanSettings, shape: ModelShape, activations: Activations) -> tuple[str, ...]:
-    heads = {kind: head_bytes(dataclasses.replace(settings, head=kind), shape) / GB for kind in ("fastgrpo", "full")}
+    heads = {
+        kind: head_of(dataclasses.replace(settings, head=kind), shape).forward / GB for kind in ("fastgrpo", "full")
+    }
     sentences = [
         f"head: {heads['fastgrpo']:.1f} GB with fastgrpo's chunks; all logits at once take {heads['full']:.1f} GB a matrix, "
         "and a backward has about three of them"

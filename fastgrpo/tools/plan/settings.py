@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fastgrpo.chunking import DEFAULT_CHUNK_BYTES
+from fastgrpo.chunking import ChunkPlan
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPTIMIZERS = ("adamw", "adamw_fp32", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "sgd")
@@ -185,11 +185,22 @@ class PlanSettings:
         return 1, min(prompts * self.prompt_length + self.scored_tokens, self.sequences * self.row_length)
 
     @property
+    def row_tokens(self) -> int:
+        """Tokens that the model sees at once in the update."""
+        rows, length = self.rows
+        return rows * length
+
+    @property
+    def continued_tokens(self) -> int:
+        """Tokens among them that continue a prompt which is there once."""
+        return min(self.scored_tokens, self.row_tokens) if self.share_prefix else 0
+
+    @property
     def rollouts(self) -> int:
         """Sequences generated at once on a device."""
         return self.micro_batch * self.accumulation
 
     @property
-    def head_chunk_bytes(self) -> int:
-        """Bytes of the logits of fastgrpo's head."""
-        return self.chunk_bytes or DEFAULT_CHUNK_BYTES
+    def chunk_plan(self) -> ChunkPlan:
+        """Chunks of fastgrpo's head."""
+        return ChunkPlan(self.chunk_bytes)

@@ -51,6 +51,7 @@ class ModelShape:
         largest_linear: of the largest single matrix among the quantisable ones.
         hidden, layers, vocabulary: H, decoder layers, V.
         experts: mixture of experts.
+        tied: the output head's weight is the embeddings'.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ModelShape:
     layers: int
     vocabulary: int
     experts: bool
+    tied: bool
 
 
 def config_from_numbers(**numbers: float | bool) -> PretrainedConfig:
@@ -213,6 +215,7 @@ def measure(name: str, model: nn.Module) -> ModelShape:
         layers=len(layers) or config.num_hidden_layers,
         vocabulary=head.weight.shape[0] if head is not None else config.vocab_size,
         experts=any("experts" in key for key, _ in base.named_modules()),
+        tied=head is not None and id(head.weight) in embeddings,
     )
 
 

@@ -2,14 +2,16 @@
 
 Two decoder layers run forward and backward on fake tensors (shapes and dtypes, no memory), with the model's own code, its
 adapter, autocast and checkpointing, while every storage is followed from birth to death. Layers are alike, so one against two
-gives what a layer costs. Attention is counted as a flash kernel keeps it: queries, keys, values, output, log-sum-exp.
+gives what a layer costs. Attention is counted as `fastgrpo.kernels.flash` and torch's flash kernels allocate.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +31,14 @@ class Activations:
     Attributes:
         kept: alive at the end of the forward.
         working: more than that at the most in the backward.
+        a_layer: what one layer has of `kept`.
+        casts: alive beside `kept` until the forward ends: copies of weights that autocast made and keeps.
     """
 
     kept: int
     working: int
+    a_layer: int
+    casts: int
 
 
 def trace(
@@ -45,6 +51,7 @@ def trace(
     dtype: torch.dtype,
     autocast: bool,
     checkpointing: bool,
+    continued: int,
 ) -> Activations:
     """
     Follows the memory of a micro-batch.
@@ -57,6 +64,7 @@ def trace(
         dtype: of the inputs of the first layer.
         autocast: products in bfloat16.
         checkpointing: gradient checkpointing.
+        continued: tokens that continue a shared prompt.
 
     Returns:
         Activations.
@@ -74,25 +82,36 @@ def trace(
     if checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     two = list(layers)[-2:]
-    runs = []
-    with FakeTensorMode():
-        for number in (1, 2):
-            del layers[:]
-            layers.extend(two[:number])
-            _make_fake(decoder)
-            runs.append(_run(decoder, rows, length, hidden, dtype, autocast))
-    (kept_one, working_one), (kept_two, working_two) = runs
+    token = _continued.set(continued)
+    try:
+        with FakeTensorMode():
+            runs = []
+            for number in (1, 2):
+                del layers[:]
+                layers.extend(two[:number])
+                _make_fake(decoder)
+                runs.append(_run(decoder, rows, length, hidden, dtype, autocast))
+    finally:
+        _continued.reset(token)
+    one, two_ = runs
+    more = [b - a for a, b in zip(one, two_, strict=True)]
     # The first layer's input is made outside of what is followed: one layer's input more.
     first_input = rows * length * hidden * dtype.itemsize
     return Activations(
-        kept=first_input + kept_one + (count - 1) * (kept_two - kept_one),
-        working=max(0, working_one, working_two),
+        kept=first_input + one.kept + (count - 1) * more[0],
+        working=max(0, one.working, two_.working),
+        a_layer=more[0],
+        casts=one.casts + (count - 1) * more[2],
     )
 
 
-def _run(
-    decoder: nn.Module, rows: int, length: int, hidden: int, dtype: torch.dtype, autocast: bool
-) -> tuple[int, int]:
+class _Followed(NamedTuple):
+    kept: int
+    working: int
+    casts: int
+
+
+def _run(decoder: nn.Module, rows: int, length: int, hidden: int, dtype: torch.dtype, autocast: bool) -> _Followed:
     live = _Live()
     for tensor in (*decoder.parameters(), *decoder.buffers()):
         live.ignore(tensor)
@@ -101,10 +120,11 @@ def _run(
     with live:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             output = decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            in_autocast = live.now
         kept = live.now
         live.peak = kept
         output.backward(torch.empty_like(output))
-    return kept, live.peak - kept
+    return _Followed(kept, live.peak - kept, in_autocast - kept)
 
 
 def _make_fake(decoder: nn.Module) -> None:
@@ -157,6 +177,9 @@ class _Live(TorchDispatchMode):
         self.now -= size
 
 
+_continued: ContextVar[int] = ContextVar("fastgrpo_plan_continued", default=0)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -169,10 +192,27 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        grads = tuple(torch.empty_like(x) for x in (query, key, value))
+        _flash_backward(query, grad.new_empty, query.shape[0] * query.shape[2])
+        continued = _continued.get()
+        if continued:
+            # The second call, over the tokens that continue a prompt: grad, query and output of these, and their gradient.
+            shape = (continued, query.shape[1], query.shape[3])
+            taken = [grad.new_empty(shape) for _ in range(4)]
+            _flash_backward(query, grad.new_empty, continued)
+            del taken
+        return grads
+
+
+def _flash_backward(query: Tensor, new_empty: Callable[..., Tensor], tokens: int) -> None:
+    """Torch's kernel sums the gradient of queries in float32, and has those of keys and values once a query head."""
+    shape = (tokens, query.shape[1], query.shape[3])
+    _ = new_empty(shape, dtype=torch.float32), new_empty(shape), new_empty(shape)
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     return _Attention.apply(query, key, value), None
 
 

@@ -26,7 +26,7 @@ def config(layers: int = 5) -> LlamaConfig:
 
 def followed(model, **options):
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    settings = {"dtype": torch.float32, "autocast": False, "checkpointing": False, **options}
+    settings = {"dtype": torch.float32, "autocast": False, "checkpointing": False, "continued": 0, **options}
     return trace(model, decoder_layers(base), rows=ROWS, length=LENGTH, hidden=64, **settings)
 
 
@@ -37,10 +37,24 @@ def test_what_two_layers_cost_holds_for_five(rank):
     base = model.get_base_model() if rank else model
     with FakeTensorMode():
         _make_fake(base.get_decoder())
-        kept, working = _run(base.get_decoder(), ROWS, LENGTH, 64, torch.float32, False)
+        five = _run(base.get_decoder(), ROWS, LENGTH, 64, torch.float32, False)
     first_input = ROWS * LENGTH * 64 * 4
-    assert from_two.kept == kept + first_input
-    assert from_two.working == pytest.approx(working, rel=0.02)
+    assert from_two.kept == five.kept + first_input
+    assert from_two.working == pytest.approx(five.working, rel=0.02)
+
+
+def test_autocast_keeps_its_copies_of_weights_until_the_forward_ends():
+    settings = {"autocast": True, "checkpointing": True}
+    found = followed(build(config(), "float32", None, "all-linear"), **settings)
+    layers = decoder_layers(build(config(), "float32", None, "all-linear"))
+    linear = sum(p.numel() for name, p in layers.named_parameters() if "_proj" in name)
+    assert found.casts == 2 * linear
+    assert followed(build(config(), "bfloat16", None, "all-linear"), dtype=torch.bfloat16, **settings).casts == 0
+
+
+def test_a_shared_prompt_costs_its_second_attention_call():
+    plain, shared = (followed(build(config(), "float32", None, "all-linear"), continued=n) for n in (0, 100))
+    assert shared.kept == plain.kept and shared.working >= plain.working
 
 
 @pytest.mark.parametrize("frozen", [False, True])

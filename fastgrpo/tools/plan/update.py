@@ -1,0 +1,142 @@
+"""What is alive in one update, moment by moment: forward, output head, layers, embeddings, optimizer.
+
+Every formula counts bytes beside what is always there: weights, optimizer states, and with several micro-batches the
+gradients of those before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fastgrpo.chunking import TILE
+from fastgrpo.tools.plan.settings import PlanSettings
+from fastgrpo.tools.plan.shape import ModelShape
+from fastgrpo.tools.plan.trace import Activations
+
+_DEVICE = torch.device("cuda")
+_BATCHED_CHUNKS = 4
+"""Chunks whose gradients `fastgrpo.kernels.cuda` collects for one product with a trained head."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """
+    Bytes of the output head, its weight and what it reads left out.
+
+    Attributes:
+        forward: in its forward at the most.
+        kept: from there to its backward.
+        backward: in its backward at the most.
+        gradient: of its weight, from there on; 0 with a frozen head.
+    """
+
+    forward: float
+    kept: float
+    backward: float
+    gradient: float
+
+
+@dataclass(frozen=True)
+class Update:
+    """
+    Bytes at the moments where an update can be largest.
+
+    Attributes:
+        forward: at the end of the forward, in the head.
+        head: in the head's backward.
+        layers: in a layer's backward: the last layer's, while all others still keep their activations, or the first's, when
+            all others have their gradients.
+        embeddings: when the embeddings get their gradient.
+        optimizer: in its step.
+        without_gradients: the largest before the optimizer, but for gradients.
+    """
+
+    forward: float
+    head: float
+    layers: float
+    embeddings: float
+    optimizer: float
+    without_gradients: float
+
+    @property
+    def backward(self) -> float:
+        """The largest moment of the backward."""
+        return max(self.head, self.layers, self.embeddings)
+
+    @property
+    def peak(self) -> float:
+        """The largest of all."""
+        return max(self.forward, self.backward, self.optimizer)
+
+
+KEPT, CASTS, HEAD, LAYER = "kept for the backward", "weights in 16 bit", "head", "a layer at work"
+"""What the update's term is made of; the first with the second and the head, or with a layer, is alive at once."""
+
+
+def find_moments(
+    settings: PlanSettings,
+    shape: ModelShape,
+    activations: Activations,
+    parts: Mapping[str, float],
+    gradients: float,
+) -> Update:
+    """
+    The moments of an update.
+
+    Args:
+        settings, shape, activations: of the run.
+        parts: bytes of what the update's term is made of.
+        gradients: of all that trains.
+    """
+    head, kept, working = head_of(settings, shape), parts[KEPT], parts[LAYER]
+    before = gradients if settings.accumulation > 1 else 0.0
+    rest = gradients - before
+    last = kept + head.gradient + working
+    first = kept - (shape.layers - 1) * activations.a_layer + rest + working
+    # A tied weight's two gradients meet here; another embedding's is among `rest`.
+    embedding = shape.vocabulary * shape.hidden * settings.weight_bytes if settings.full and shape.tied else 0
+    an_input = settings.row_tokens * shape.hidden * settings.weight_bytes
+    in_forward = kept + parts[CASTS] + head.forward
+    return Update(
+        forward=before + in_forward,
+        head=before + kept + head.backward,
+        layers=before + max(last, first),
+        embeddings=before + rest + embedding + an_input,
+        optimizer=gradients,
+        without_gradients=max(in_forward, kept + head.backward, kept + working),
+    )
+
+
+def head_of(settings: PlanSettings, shape: ModelShape) -> Head:
+    """
+    What the output head needs for the completion tokens that are alive at once.
+
+    `head="full"`: one matrix of logits in the dtype of the products, the least that any head needs which materialises them.
+    fastgrpo, see `fastgrpo.ops` and `fastgrpo.kernels.cuda`: hidden states of the scored tokens, and a chunk of fp32 logits
+    that becomes its own gradient. With a frozen head d logprob / d hidden in fp32; with one that trains, the gradient of its
+    weight in fp32, and 16-bit gradients of four chunks.
+    """
+    tokens, width, words = settings.scored_tokens, shape.hidden, shape.vocabulary
+    weight, taken = words * width, tokens * width * settings.weight_bytes
+    if settings.head == "full":
+        logits = tokens * words * settings.compute_bytes
+        return Head(logits, logits, logits, weight * settings.weight_bytes if settings.full else 0.0)
+    kernels = settings.compute_bytes == 2
+    # Torch's ops keep three buffers, two of which the budget counts.
+    rows = settings.chunk_plan.rows(tokens, words, 1 if kernels else 2, 4, _DEVICE, TILE if kernels else 1)
+    rows = min(rows, tokens)
+    chunk = rows * words * 4 * (1 if kernels else 3)
+    # The weight as the products take it.
+    cast = weight * settings.compute_bytes if settings.compute_bytes < settings.weight_bytes else 0
+    slope = tokens * width * 4
+    if not settings.full:
+        given_back = 2 * (tokens + settings.row_tokens) * width * settings.weight_bytes
+        return Head(taken + slope + chunk + rows * width * 4 + cast, slope, max(slope + taken, given_back), 0.0)
+    collected = min(_BATCHED_CHUNKS * rows, tokens) * words * 2 if kernels else 0
+    products = chunk + collected + cast
+    gradient = weight * settings.weight_bytes
+    rounded = gradient if settings.weight_bytes < 4 else 0
+    return Head(taken + chunk + cast, taken, 2 * taken + products + weight * 4 + rounded, gradient)
