@@ -87,7 +87,7 @@ class StepClock:
             for owner, name, before, timed in reversed(ours):
                 if owner.__dict__.get(name) is not timed:
                     continue  # someone put another over it, and keeps it
-                if before is None:
+                if before is None or getattr(before, "retired", False):  # what a patch put there and has taken back
                     delattr(owner, name)
                 else:
                     setattr(owner, name, before)

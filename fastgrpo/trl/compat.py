@@ -20,12 +20,22 @@ from trl import GRPOTrainer
 TRL_RANGE = ("1.12", "1.17")
 SCORING_METHOD = "_get_per_token_logps_and_entropies"
 LOSS_METHOD = "_compute_loss"
+GENERATE_METHOD = "_generate_and_score_completions"
 HEAD_NAME = "_ChunkedLogProbFunction"
 
 # The methods' source (SHA-256, first 16 digits) in the releases they were read in. Another text may mean another thing.
 _KNOWN_SOURCES = {
     SCORING_METHOD: {"331ae01b88d8e2cf": "1.12, 1.13", "dc17fee20840b7eb": "1.14", "ea73c3909275851d": "1.15, 1.16"},
     LOSS_METHOD: {"75bd01badfb43ed6": "1.12 to 1.14", "80295546bbdbf6f7": "1.15, 1.16"},
+}
+# Where these have another text, the patch does without what rests on them.
+_KNOWN_OPTIONAL_SOURCES = {
+    GENERATE_METHOD: {
+        "db028931a84025f2": "1.12, 1.13",
+        "2deae91942535170": "1.14.0, 1.14.1",
+        "e03ed7a34c24a6b3": "1.14.2",
+        "1fa48922792dcd5c": "1.15, 1.16",
+    }
 }
 _HALF = (torch.bfloat16, torch.float16)
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -72,13 +82,22 @@ def _check_source(method: str, installed: Version) -> None:
                 "process; fastgrpo would hide it. Make that a subclass of GRPOTrainer, or start without it."
             )
         layer = getattr(layer, "__wrapped__", None)
-    digest = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    digest = _digest(function)
     if digest not in _KNOWN_SOURCES[method]:
         raise UnsupportedError(
             f"The source of GRPOTrainer.{method} in trl {installed} ({digest}) is none that this version of fastgrpo was "
             f"tested with (trl >= {TRL_RANGE[0]}, < {TRL_RANGE[1]}); is it modified, or a newer patch release? Install another "
             "release of trl, or a newer fastgrpo."
         )
+
+
+def has_known_source(method: str) -> bool:
+    """Whether a GRPOTrainer method that the patch can do without is as some release that was tested has it."""
+    return _digest(getattr(GRPOTrainer, method)) in _KNOWN_OPTIONAL_SOURCES[method]
+
+
+def _digest(function: Any) -> str:
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 
 def has_fused_head() -> bool:
@@ -258,8 +277,15 @@ def _check_model(model: torch.nn.Module, role: str) -> None:
         )
 
 
-def notes_on(trainer: GRPOTrainer, packed: bool) -> list[str]:
-    """What a patched trainer does differently from what its user may expect, in sentences."""
+def notes_on(trainer: GRPOTrainer, packed: bool, one_forward: bool) -> list[str]:
+    """
+    What a patched trainer does differently from what its user may expect, in sentences.
+
+    Args:
+        trainer: about to be patched.
+        packed: rows reach its model in another layout than TRL's.
+        one_forward: the pass for old log-probs is left out.
+    """
     notes = []
     if overrides(trainer, SCORING_METHOD):
         effect = (
@@ -278,6 +304,11 @@ def notes_on(trainer: GRPOTrainer, packed: bool) -> list[str]:
         notes.append(
             f"{random}: packed rows draw random numbers for fewer tokens, so a patched run is not bit-equal to an unpatched "
             "one; packing='none' makes it so"
+        )
+    if one_forward and random:
+        notes.append(
+            f"{random}: the forward for old log-probs, which drew random numbers of its own, is left out, so the ratio to them "
+            "is 1, and a patched run is not bit-equal to an unpatched one"
         )
     rope = _length_dependent_rope(trainer.model)
     if packed and rope:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from trl import GRPOTrainer
 from fastgrpo.kernels.backends import Backend, forget_backend, head_backend, note_backend
 from fastgrpo.trl.attention import install_attention, remove_attention
 from fastgrpo.trl.compat import (
+    GENERATE_METHOD,
     HEAD_NAME,
     LOSS_METHOD,
     SCORING_METHOD,
@@ -26,20 +28,23 @@ from fastgrpo.trl.compat import (
     has_own_attribute,
     models_of,
     notes_on,
+    overrides,
     packing_obstacle,
     varlen_obstacle,
 )
 from fastgrpo.trl.config import Options
 from fastgrpo.trl.heads import HeadDispatcher
+from fastgrpo.trl.loss import LossMethod
+from fastgrpo.trl.onpolicy import GenerationMethod, OldLogProbs, corrects_sampler, old_pass_obstacle
 from fastgrpo.trl.probe import Finding, probe
 from fastgrpo.trl.runlog import LoggedTrain
 from fastgrpo.trl.scoring import Layouts, ScoringMethod
-from fastgrpo.trl.skipping import SkippingLoss, skipping_obstacle
+from fastgrpo.trl.skipping import skipping_obstacle
 from fastgrpo.trl.start import StartLines
 
 logger = logging.getLogger("fastgrpo")
 
-_BACKEND_NOTES = ("packing", "trainer head")
+_BACKEND_NOTES = ("packing", "trainer head", "old log-probs")
 
 
 @dataclass(eq=False)
@@ -53,6 +58,7 @@ class Patch:
         layout: how rows reach the model: `"varlen"`, `"left"` or `"none"`, see `Options.packing`.
         not_varlen_because: why not as one row without padding; empty where they do.
         finding: what the check at patch time found.
+        old_pass_because: why TRL's pass for old log-probs is always made; empty where it is left out when it can be.
         active: False once unpatched.
     """
 
@@ -61,21 +67,28 @@ class Patch:
     layout: Layouts = "none"
     not_varlen_because: str = ""
     finding: Finding = field(default_factory=Finding)
+    old_pass_because: str = ""
     active: bool = True
     callback: StartLines | None = field(default=None, repr=False)
-    replaced: list[tuple[Any, str, Any]] = field(default_factory=list, repr=False)
-    """(owner, attribute, what stands there now), in the order of replacement."""
+    replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list, repr=False)
+    """(owner, attribute, what stands there now, what stood there or None), in the order of replacement."""
+    old: OldLogProbs | None = field(default=None, repr=False)
 
     def unpatch(self) -> None:
         """Restores the trainer. A second call does nothing. Something put over the patch since then is left, with a warning."""
         if not self.active:
             return
+        if self.old is not None:
+            self.old.settle(getattr(self.trainer, SCORING_METHOD))
         self.active = False
         while self.replaced:
-            owner, name, ours = self.replaced.pop()
-            if owner.__dict__.get(name) is ours:
+            owner, name, ours, before = self.replaced.pop()
+            present = owner.__dict__.get(name)
+            if present is ours and before is None:
                 delattr(owner, name)
-            else:
+            elif present is ours:
+                setattr(owner, name, before)
+            elif getattr(present, "__wrapped__", None) is not ours:
                 warnings.warn(
                     f"fastgrpo.unpatch: {type(owner).__name__}.{name} was replaced by something else after the patch; it is "
                     "left as it is.",
@@ -145,7 +158,7 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
         share_prefix=options.share_prefix,
         explicit_positions=accepts_position_ids(trainer),
     )
-    handle = Patch(trainer, options)
+    handle = Patch(trainer, options, old_pass_because=old_pass_obstacle(trainer))
     method.handle = handle
     _enter(handle)
     try:
@@ -156,11 +169,10 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     except BaseException:
         handle.unpatch()
         raise
-    for note in notes_on(trainer, handle.layout != "none"):
+    once = corrects_sampler(trainer) and not handle.old_pass_because
+    for note in notes_on(trainer, handle.layout != "none", once):
         logger.warning("fastgrpo: %s.", note)
-    _replace(handle, trainer, SCORING_METHOD, method)
-    if options.skip_zero_advantage:
-        _replace(handle, trainer, LOSS_METHOD, SkippingLoss(trainer, method))
+    _replace_methods(handle, method)
     if options.run_log is not False:
         _replace(handle, trainer, "train", LoggedTrain(trainer, options))
     handle.callback = StartLines(handle)
@@ -213,6 +225,19 @@ def _choose_layout(handle: Patch, method: ScoringMethod, layouts: list[Layouts],
     _show_backends(handle)
 
 
+def _replace_methods(handle: Patch, method: ScoringMethod) -> None:
+    trainer = handle.trainer
+    _replace(handle, trainer, SCORING_METHOD, method)
+    if overrides(trainer, LOSS_METHOD):
+        return
+    old = OldLogProbs(trainer)
+    _replace(handle, trainer, LOSS_METHOD, LossMethod(trainer, method, old, handle.options.skip_zero_advantage))
+    if not handle.old_pass_because:
+        method.old = handle.old = old
+        generate = _standing(trainer, GENERATE_METHOD)
+        _replace(handle, trainer, GENERATE_METHOD, GenerationMethod(trainer, old, generate, method))
+
+
 def unpatch(trainer: GRPOTrainer) -> None:
     """
     Takes `patch` back: the trainer is as it was.
@@ -236,8 +261,14 @@ def find_patch(trainer: GRPOTrainer) -> Patch | None:
 
 
 def _replace(handle: Patch, owner: Any, name: str, value: Any) -> None:
+    handle.replaced.append((owner, name, value, owner.__dict__.get(name)))
     setattr(owner, name, value)
-    handle.replaced.append((owner, name, value))
+
+
+def _standing(trainer: GRPOTrainer, name: str) -> Callable[..., Any]:
+    """What a method of the trainer does now: an attribute of the object, or whatever its class says when called."""
+    present = trainer.__dict__.get(name)
+    return present or (lambda *args, **kwargs: getattr(type(trainer), name)(trainer, *args, **kwargs))
 
 
 # Patches in force; a trainer that is dropped without unpatching takes its own out.
@@ -283,3 +314,10 @@ def _show_backends(handle: Patch) -> None:
     device = handle.trainer.accelerator.device.type
     note_backend("packing", Backend(describe_layout(handle), device, handle.not_varlen_because))
     note_backend("trainer head", head_backend(device))
+    if corrects_sampler(handle.trainer):
+        way = (
+            "a forward of their own"
+            if handle.old_pass_because
+            else "the loss's own, where the policy cannot move before"
+        )
+        note_backend("old log-probs", Backend(way, device, handle.old_pass_because))

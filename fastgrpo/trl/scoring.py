@@ -29,9 +29,10 @@ from fastgrpo.trl.compat import (
 )
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
 from fastgrpo.trl.images import LeftPackedForward
-from fastgrpo.trl.skipping import Kept
 
 if TYPE_CHECKING:
+    from fastgrpo.trl.loss import LossPass
+    from fastgrpo.trl.onpolicy import OldLogProbs
     from fastgrpo.trl.patch import Patch
 
 logger = logging.getLogger("fastgrpo")
@@ -57,7 +58,8 @@ class ScoringMethod:
         self.trainer, self.plan, self.explicit_positions = trainer, plan, explicit_positions
         self.layout, self.share_prefix = layout, share_prefix
         self.handle: Patch | None = None
-        self.kept: Kept | None = None
+        self.old: OldLogProbs | None = None
+        self.loss: LossPass | None = None
         self._said = False
         self._own_method = overrides(trainer, SCORING_METHOD)
         self._windowed = has_attention_window(trainer)
@@ -106,19 +108,24 @@ class ScoringMethod:
         if self.handle is not None and not self.handle.active:
             # Somebody kept the method, wrapped for example, beyond `unpatch`.
             return trainer_s_own()
+        if self.old is not None and self.old.leave_out(model):
+            return input_ids.new_zeros(input_ids.shape[0], logits_to_keep, dtype=torch.float32), None, None
         entropy = self._entropy_mode(compute_entropy)
         # TRL never asks for a row's first token, or for no token; what it would make of that is its own business.
         odd = not 0 < logits_to_keep < input_ids.shape[1]
-        if odd or self._own_method:
+        pictured = any(value is not None for value in model_inputs.values())
+        if odd or self._own_method or pictured:
+            packed = pictured and self.layout != "none" and not (odd or self._own_method)
             with head_call(HeadCall(self.plan, entropy)):
-                return trainer_s_own()
-        if any(value is not None for value in model_inputs.values()):
-            with head_call(HeadCall(self.plan, entropy)):
-                return trainer_s_own(model if self.layout == "none" else LeftPackedForward(model))
+                result = trainer_s_own(LeftPackedForward(model) if packed else model)
+            if self.loss is not None:
+                self.loss.scored(result[0])
+            return result
         with profiling_context(self.trainer, SCORING_METHOD):
             count = input_ids.shape[0]
-            if self.kept is not None:
-                input_ids, attention_mask = input_ids[self.kept.rows], attention_mask[self.kept.rows]
+            kept = None if self.loss is None else self.loss.kept
+            if kept is not None:
+                input_ids, attention_mask = input_ids[kept.rows], attention_mask[kept.rows]
             rows = batch_size or max(input_ids.shape[0], 1)
             parts = [
                 self._score(model, ids, mask, logits_to_keep, entropy, compute_aux_loss, self.layout)
@@ -126,11 +133,13 @@ class ScoringMethod:
             ]
             all_logprobs, all_entropies, aux_losses = zip(*parts, strict=True)
             logprobs, entropies = torch.cat(all_logprobs), torch.cat(all_entropies) if compute_entropy else None
-            if self.kept is not None:
-                logprobs = self.kept.spread_logprobs(logprobs, count)
+            if kept is not None:
+                logprobs = kept.spread_logprobs(logprobs, count)
                 if entropies is not None:
                     scored = attention_mask[:, attention_mask.shape[1] - logits_to_keep :]
-                    entropies = self.kept.spread_entropies(entropies, scored, count)
+                    entropies = kept.spread_entropies(entropies, scored, count)
+            if self.loss is not None:
+                self.loss.scored(logprobs)
             return logprobs, entropies, torch.stack(aux_losses).mean() if compute_aux_loss else None
 
     def score(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, overrides, stock_method
+from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, overrides
 
 
 class Kept(NamedTuple):
@@ -57,31 +57,8 @@ def skipping_obstacle(trainer: GRPOTrainer) -> str:
     return ""
 
 
-class SkippingLoss:
-    """
-    The instance attribute that replaces a trainer's `_compute_loss`: TRL's own, with the scoring told which rows count.
-
-    Args:
-        trainer: whose method it replaces.
-        method: its `ScoringMethod`.
-    """
-
-    def __init__(self, trainer: GRPOTrainer, method: Any) -> None:
-        self.trainer, self.method = trainer, method
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return stock_method(self.trainer, memo, LOSS_METHOD)
-
-    def __call__(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if torch.is_grad_enabled():
-            self.method.kept = _kept(inputs)
-        try:
-            return getattr(type(self.trainer), LOSS_METHOD)(self.trainer, model, inputs)
-        finally:
-            self.method.kept = None
-
-
-def _kept(inputs: dict[str, Any]) -> Kept | None:
+def kept_rows(inputs: dict[str, Any]) -> Kept | None:
+    """The rows of a micro-batch that have a gradient; None = all."""
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
         mask = mask * inputs["tool_mask"]

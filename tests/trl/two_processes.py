@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
+from sampler import SampledTrainer
 from tiny import tiny_trainer
 from trl import GRPOTrainer
 from twins import assert_same_metrics, assert_same_parameters, trained_parameters
@@ -32,6 +33,15 @@ class NeverEndsOnTheSecondRank(GRPOTrainer):
         return [[*row[:-1], EOS] for row in rows], logprobs
 
 
+class SampledOnTheFirstRank(SampledTrainer):
+    """With mask_truncated_completions all of rank 1's completions are masked: no sampler's ratio, no difference there."""
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        rows, logprobs = super()._generate_single_turn(*args, **kwargs)
+        last = 5 if self.accelerator.process_index == 1 else EOS
+        return [[*row[:-1], last] for row in rows], logprobs
+
+
 CASES: dict[str, dict[str, Any]] = {
     "lora": {},
     "lora, checkpointing": {"gradient_checkpointing": True, "beta": 0.04},
@@ -43,6 +53,11 @@ CASES: dict[str, dict[str, Any]] = {
         "mask_truncated_completions": True,
         "lora": False,
         "model": "gemma2 softcap",
+    },
+    "a sampler, an empty rank": {
+        "trainer_class": SampledOnTheFirstRank,
+        "mask_truncated_completions": True,
+        "vllm_importance_sampling_mode": "token_truncate",
     },
     "trained copy of the head": {
         "lora": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
