@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from sampler import SampledTrainer, policy_forwards
 from tiny import PROMPTS, tiny_trainer
 from transformers import TrainerCallback
@@ -225,6 +226,18 @@ class ReadsOldLogProbs(SampledTrainer):
         batch = super()._generate_and_score_completions(inputs)
         assert batch["old_per_token_logps"].abs().sum() > 0
         return batch
+
+
+def test_it_is_said_and_so_is_what_dropout_makes_of_it(tmp_path, caplog):
+    assert "old log-probs" not in fastgrpo.backends()
+    lora = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.2)
+    trainer = tiny_trainer(tmp_path, lora=lora, disable_dropout=False, trainer_class=SampledTrainer)
+    with fastgrpo.patch(trainer, fastgrpo.Options(packing="none")):
+        assert "dropout is 0.2: the forward for old log-probs, which drew random numbers" in caplog.text
+        assert fastgrpo.backends()["old log-probs"].reason == ""
+    with fastgrpo.patch(tiny_trainer(tmp_path, trainer_class=ReadsOldLogProbs)):
+        reason = "ReadsOldLogProbs brings its own _generate_and_score_completions, which may read old log-probs"
+        assert fastgrpo.backends()["old log-probs"].reason == reason
 
 
 def test_a_subclass_that_may_read_old_log_probs_gets_them(tmp_path):
