@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastgrpo.chunking import ChunkPlan
+from fastgrpo.trl.parts import Limits
 
 PACKING_CHOICES = ("auto", "varlen", "left", "none")
 
@@ -19,6 +20,10 @@ class Options:
         chunk_bytes: device bytes for the logits alive at once; None = 512 MiB, on a CPU 128 MiB.
         num_chunks: -1 = as many chunks of logits as `chunk_bytes` asks for; n >= 1 = exactly n.
         logit_chunk_multiplier: multiplies the automatic number of chunks.
+        mini_batch_size: sequences of a micro-batch whose activations are alive at once; the others' forward runs again in the
+            backward pass. None = all of them.
+        max_tokens_per_microbatch: the same by tokens, as the model sees them: padding where the layout has any, a shared prompt
+            once. A longer sequence runs on its own. None = no limit.
         packing: how a micro-batch reaches the model: `"varlen"` = its real tokens as one row, no padding; `"left"` = real
             tokens at the left, padding shared by all rows cut; `"none"` = as TRL pads it; `"auto"` = the first of these
             that is right for the model.
@@ -37,6 +42,8 @@ class Options:
     chunk_bytes: int | None = None
     num_chunks: int = -1
     logit_chunk_multiplier: float | None = None
+    mini_batch_size: int | None = None
+    max_tokens_per_microbatch: int | None = None
     packing: str = "auto"
     share_prefix: bool = True
     skip_zero_advantage: bool = False
@@ -44,6 +51,10 @@ class Options:
 
     def __post_init__(self) -> None:
         self.chunk_plan  # noqa: B018 - raises on bad values
+        for name in ("mini_batch_size", "max_tokens_per_microbatch"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} is {value!r}; give a whole number from 1 on, or None.")
         if self.packing not in PACKING_CHOICES:
             allowed = ", ".join(map(repr, PACKING_CHOICES))
             raise ValueError(f"packing is {self.packing!r}; choose one of {allowed}.")
@@ -57,3 +68,8 @@ class Options:
     def chunk_plan(self) -> ChunkPlan:
         """The chunk options as the head takes them."""
         return ChunkPlan(self.chunk_bytes, self.num_chunks, self.logit_chunk_multiplier)
+
+    @property
+    def limits(self) -> Limits:
+        """What of a micro-batch may be alive at once."""
+        return Limits(self.mini_batch_size, self.max_tokens_per_microbatch)

@@ -36,6 +36,7 @@ from fastgrpo.trl.config import Options
 from fastgrpo.trl.heads import HeadDispatcher
 from fastgrpo.trl.loss import LossMethod
 from fastgrpo.trl.onpolicy import GenerationMethod, OldLogProbs, corrects_sampler, old_pass_obstacle
+from fastgrpo.trl.parts import check_limits
 from fastgrpo.trl.probe import Finding, probe
 from fastgrpo.trl.runlog import LoggedTrain
 from fastgrpo.trl.scoring import Layouts, ScoringMethod
@@ -150,6 +151,7 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     obstacles = _obstacles(trainer, options)
     if options.skip_zero_advantage and skipping_obstacle(trainer):
         raise ValueError(f"skip_zero_advantage=True is not possible: {skipping_obstacle(trainer)}; leave it False.")
+    check_limits(trainer, options.limits)
     layouts: list[Layouts] = [layout for layout, obstacle in obstacles.items() if not obstacle]
     method = ScoringMethod(
         trainer,
@@ -157,6 +159,7 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
         layout=layouts[0],
         share_prefix=options.share_prefix,
         explicit_positions=accepts_position_ids(trainer),
+        limits=options.limits,
     )
     handle = Patch(trainer, options, old_pass_because=old_pass_obstacle(trainer))
     method.handle = handle

@@ -29,6 +29,7 @@ from fastgrpo.trl.compat import (
 )
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
 from fastgrpo.trl.images import LeftPackedForward
+from fastgrpo.trl.parts import Limits, score_in_parts
 
 if TYPE_CHECKING:
     from fastgrpo.trl.loss import LossPass
@@ -50,12 +51,19 @@ class ScoringMethod:
         layout: how rows reach the model, see `Options.packing`.
         share_prefix: with `"varlen"`, compute a prompt once for its completions.
         explicit_positions: pass `position_ids`, for models that take them.
+        limits: what may be alive at once.
     """
 
     def __init__(
-        self, trainer: GRPOTrainer, plan: ChunkPlan, layout: Layouts, share_prefix: bool, explicit_positions: bool
+        self,
+        trainer: GRPOTrainer,
+        plan: ChunkPlan,
+        layout: Layouts,
+        share_prefix: bool,
+        explicit_positions: bool,
+        limits: Limits,
     ) -> None:
-        self.trainer, self.plan, self.explicit_positions = trainer, plan, explicit_positions
+        self.trainer, self.plan, self.explicit_positions, self.limits = trainer, plan, explicit_positions, limits
         self.layout, self.share_prefix = layout, share_prefix
         self.handle: Patch | None = None
         self.old: OldLogProbs | None = None
@@ -128,7 +136,7 @@ class ScoringMethod:
                 input_ids, attention_mask = input_ids[kept.rows], attention_mask[kept.rows]
             rows = batch_size or max(input_ids.shape[0], 1)
             parts = [
-                self._score(model, ids, mask, logits_to_keep, entropy, compute_aux_loss, self.layout)
+                self._score_within_limits(model, ids, mask, logits_to_keep, entropy, compute_aux_loss)
                 for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
             ]
             all_logprobs, all_entropies, aux_losses = zip(*parts, strict=True)
@@ -172,6 +180,27 @@ class ScoringMethod:
         # TRL's loss differentiates the entropy for the bonus only, but a subclass's may wherever TRL lets it: from 1.15.
         needed = self.trainer._entropy_bonus_enabled or (self._own_loss and has_fused_head())
         return "differentiable" if needed else "detached"
+
+    def _score_within_limits(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        entropy: Entropy,
+        compute_aux_loss: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self.limits:
+            scored = torch.zeros_like(attention_mask, dtype=torch.bool)
+            scored[:, input_ids.shape[1] - logits_to_keep :] = True
+            parts = self.limits.split(input_ids, attention_mask, scored, self.layout, self.share_prefix)
+            if len(parts) > 1:
+
+                def score(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+                    return self._score(model, ids, mask, logits_to_keep, entropy, False, self.layout)[:2]
+
+                return *score_in_parts(model, score, input_ids, attention_mask, parts), None
+        return self._score(model, input_ids, attention_mask, logits_to_keep, entropy, compute_aux_loss, self.layout)
 
     def _score(
         self,

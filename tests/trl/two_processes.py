@@ -64,14 +64,23 @@ CASES: dict[str, dict[str, Any]] = {
         "beta": 0.04,
     },
     "mixture of experts": {"model": "qwen3 moe", "router_aux_loss_coef": 0.1},
+    "in parts": {"options": {"max_tokens_per_microbatch": 25}},
+    "in parts, full, checkpointing": {
+        "options": {"mini_batch_size": 2},
+        "lora": False,
+        "gradient_checkpointing": True,
+        "ddp_find_unused_parameters": True,
+    },
 }
 
 
-def train(folder: Path, patched: bool, settings: dict[str, Any]) -> tuple[GRPOTrainer, dict[str, torch.Tensor]]:
+def train(folder: Path, patched: bool, case: dict[str, Any]) -> tuple[GRPOTrainer, dict[str, torch.Tensor]]:
+    settings = dict(case)
+    options = settings.pop("options", {})
     trainer = tiny_trainer(folder, max_steps=3, **settings)
     before = trained_parameters(trainer)
     if patched:
-        fastgrpo.patch(trainer)
+        fastgrpo.patch(trainer, fastgrpo.Options(**options))
     trainer.train()
     return trainer, before
 

@@ -77,6 +77,9 @@ def _candidates(settings: PlanSettings) -> Iterator[tuple[str, dict[str, Any]]]:
         half = settings.micro_batch // 2
         steps = -(-settings.micro_batch * settings.accumulation // half)
         yield f"--micro-batch {half} --accumulation {steps}", {"micro_batch": half, "accumulation": steps}
+    if settings.sequences > 1 and settings.head == "fastgrpo":
+        half = settings.sequences // 2
+        yield f"--mini-batch {half} (activations recomputed)", {"mini_batch": half}
     if settings.head == "full":
         yield "--head fastgrpo (logits in chunks)", {"head": "fastgrpo"}
     if settings.completion_length > 1:

@@ -21,7 +21,7 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "rollout": ROLLOUTS,
     "sharding": SHARDINGS,
 }
-NOT_YET = {"mini_batch": "mini_batch_size", "offload_activations": "offload_activations"}
+NOT_YET = {"offload_activations": "offload_activations"}
 """Settings that `fastgrpo.Options` does not have yet: planned for with a note, never advised."""
 
 
@@ -47,7 +47,7 @@ class PlanSettings:
             rows are no longer than it.
         micro_batch: sequences in a forward and backward on a device (`per_device_train_batch_size`).
         accumulation: micro-batches that are generated together (`steps_per_generation`).
-        mini_batch: sequences alive at once in the update; None = micro_batch.
+        mini_batch: sequences alive at once in the update (`Options.mini_batch_size`); None = micro_batch.
         checkpointing: gradient checkpointing.
         offload_activations: inputs of layers in host memory.
         share_prefix: a group's prompt computed once in the update, fastgrpo's default where it is right for the model.

@@ -1,7 +1,7 @@
 """What is alive in one update, moment by moment: forward, output head, layers, embeddings, optimizer.
 
-Every formula counts bytes beside what is always there: weights, optimizer states, and with several micro-batches the
-gradients of those before.
+Every formula counts bytes beside what is always there: weights, optimizer states, and with several micro-batches or
+mini-batches the gradients of those before.
 """
 
 from __future__ import annotations
@@ -92,8 +92,10 @@ def find_moments(
         gradients: of all that trains.
     """
     head, kept, working = head_of(settings, shape), parts[KEPT], parts[LAYER]
-    before = gradients if settings.accumulation > 1 else 0.0
-    rest = gradients - before
+    earlier = [settings.accumulation > 1, settings.sequences < settings.micro_batch]
+    # Mini-batches are summed before they are added to the sum of earlier micro-batches.
+    before = sum(earlier) * gradients
+    rest = 0.0 if any(earlier) else gradients
     last = kept + head.gradient + working
     first = kept - (shape.layers - 1) * activations.a_layer + rest + working
     # A tied weight's two gradients meet here; another embedding's is among `rest`.

@@ -246,6 +246,17 @@ def test_what_bounds_the_rows_alive_bounds_the_update():
         assert smaller.terms[ENGINE] == estimate_memory(LLAMA, micro_batch=16).terms[ENGINE]
 
 
+def test_mini_batches_are_advised_and_full_fine_tuning_sums_their_gradients():
+    settings = {"micro_batch": 16, "prompt_length": 2048, "share_prefix": False}
+    plan = estimate_memory(LLAMA, **LORA, **settings)
+    halved = estimate_memory(LLAMA, **LORA, **settings, mini_batch=8)
+    (advised,) = (a for a in plan.alternatives if a.setting.startswith("--mini-batch 8 "))
+    assert advised.frees_gb == pytest.approx(plan.total - halved.total)
+    full = {**settings, "mini_batch": 8, "optimizer": "sgd"}
+    alone, added = (estimate_memory(LLAMA, **full, accumulation=n).peaks["backward"] for n in (1, 2))
+    assert added - alone == pytest.approx(halved.terms[WEIGHTS], rel=1e-3)
+
+
 def test_a_group_has_its_prompt_once_in_the_update():
     settings = PlanSettings(micro_batch=16, num_generations=8, prompt_length=100, completion_length=30)
     assert settings.rows == (1, 2 * 100 + 16 * 30)
