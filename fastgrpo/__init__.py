@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastgrpo.tools.plan.memory import MemoryPlan
     from fastgrpo.tools.plan.settings import PlanSettings
     from fastgrpo.trl import Options, Patch, UnsupportedError, patch, unpatch
+    from fastgrpo.trl.names import patch_trl, unpatch_trl
 
 __all__ = [
     "AdaptiveEntropy",
@@ -38,9 +39,11 @@ __all__ = [
     "linear_logprob",
     "pack",
     "patch",
+    "patch_trl",
     "sampler_importance_ratio",
     "unpack",
     "unpatch",
+    "unpatch_trl",
 ]
 
 # Where the wiring and the tools live. They import TRL or transformers; someone with an own training loop need not have them.
@@ -48,6 +51,8 @@ _WHERE = dict.fromkeys(("Options", "Patch", "UnsupportedError", "patch", "unpatc
     "MemoryPlan": "fastgrpo.tools.plan.memory",
     "PlanSettings": "fastgrpo.tools.plan.settings",
     "estimate_memory": "fastgrpo.tools.plan.estimate",
+    "patch_trl": "fastgrpo.trl.names",
+    "unpatch_trl": "fastgrpo.trl.names",
 }
 
 

@@ -314,7 +314,8 @@ def describe_layout(handle: Patch) -> str:
 
 
 def _show_backends(handle: Patch) -> None:
-    device = handle.trainer.accelerator.device.type
+    # Not the accelerator's, whose state is gone while another trainer's arguments are made.
+    device = handle.trainer.args.device.type
     note_backend("packing", Backend(describe_layout(handle), device, handle.not_varlen_because))
     note_backend("trainer head", head_backend(device))
     if corrects_sampler(handle.trainer):

@@ -41,7 +41,7 @@ def describe_run(
 
     Args:
         config: a `GRPOConfig`; its fields that differ from their defaults, but for places, secrets and output, become
-            `settings`.
+            `settings`. Twins of `Options` stand under `options`.
         model: name of the model.
         rollout_path: who generates, `"transformers"` for TRL's own generation.
         device: where the policy is trained.
@@ -55,7 +55,7 @@ def describe_run(
     settings = {
         name: values[name]
         for name, default in defaults.items()
-        if name in values and name not in _NO_SETTINGS and values[name] != default
+        if name in values and name not in _NO_SETTINGS and not name.startswith("fastgrpo_") and values[name] != default
     }
     return {
         "versions": _versions(),
