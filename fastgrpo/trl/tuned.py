@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import transformers
 from accelerate.utils import is_peft_model
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id
 
 BETA = 0.001
 """The KL coefficient of DeepSeek-R1 (arXiv:2501.12948): enough to keep the policy near the model it started from."""
@@ -81,27 +82,28 @@ def reference_gb(model: Any, config: Any) -> float | None:
     """
     init = config.model_init_kwargs if isinstance(config.model_init_kwargs, dict) else {}
     dtype = init.get("dtype", "float32")
-    if isinstance(model, str):
-        try:
-            model, declared = _without_weights(model, init, config.trust_remote_code)
-        except Exception:  # whatever is wrong with the model is for TRL to say, when it loads it
-            return None
-    else:
-        declared = model.dtype
-        if "dtype" not in init and _reference_follows_policy():
-            dtype = declared
-    if dtype in ("auto", None):
-        dtype = declared
+    if "dtype" not in init and not isinstance(model, str) and _reference_follows_policy():
+        dtype = model.dtype
+    try:
+        if dtype in ("auto", None):
+            dtype = _declaration(model, init, config).dtype or torch.float32
+        if isinstance(model, str):
+            model = _without_weights(_declaration(model, init, config))
+    except Exception:  # whatever is wrong with the model is for TRL to say, when it loads it
+        return None
     size = (dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)).itemsize
     return sum(parameter.numel() for parameter in model.parameters()) * size / 1e9
 
 
-def _without_weights(name: str, init: dict[str, Any], trust_remote_code: bool) -> tuple[torch.nn.Module, torch.dtype]:
+def _declaration(model: Any, init: dict[str, Any], config: Any) -> PretrainedConfig:
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
     known = {key: init[key] for key in ("revision",) if key in init}
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **known)
-    architecture = getattr(transformers, config.architectures[0])
+    return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, **known)
+
+
+def _without_weights(config: PretrainedConfig) -> torch.nn.Module:
     with torch.device("meta"):
-        return architecture._from_config(config), config.dtype or torch.float32
+        return getattr(transformers, config.architectures[0])._from_config(config)
 
 
 def _reference_follows_policy() -> bool:

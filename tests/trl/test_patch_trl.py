@@ -19,7 +19,7 @@ import trl
 import trl.trainer.grpo_config as trl_config
 import trl.trainer.grpo_trainer as trl_trainer
 from tiny import tiny_model, tiny_trainer
-from transformers import HfArgumentParser
+from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 import fastgrpo
@@ -386,8 +386,6 @@ def test_every_forward_runs_in_the_chosen_precision(tmp_path, patched_trl):
 
         def __exit__(self, *_):
             watching.stage = "old and reference"
-
-    from transformers import AutoModelForCausalLM
 
     trainer = tiny_trainer(
         tmp_path,
