@@ -24,6 +24,7 @@ class StepClock:
     """
 
     def __init__(self) -> None:
+        self._has_engine = False
         self.reset()
 
     def reset(self) -> None:
@@ -32,6 +33,28 @@ class StepClock:
         self.reward: float | None = None
         self.sync: float | None = None
         self.tokens_padded: int | None = None
+
+    def phases(self, seconds: float) -> dict[str, float]:
+        """
+        Where a step's time went.
+
+        Args:
+            seconds: wall clock of the step.
+
+        Returns:
+            Seconds by phase: `generation`, `reward`, `sync` where there is an engine to hand weights to, and `update` for the
+            rest. A step that replays a batch generates for 0 s; what a step with rollouts did not show is left out, and
+            `update` with it.
+        """
+        spent = {"generation": self.generation, "reward": self.reward}
+        if self.tokens_padded is None:
+            spent = {name: value or 0.0 for name, value in spent.items()}
+        if self._has_engine:
+            spent["sync"] = self.sync or 0.0
+        known = {name: value for name, value in spent.items() if value is not None}
+        if len(known) == len(spent):
+            known["update"] = seconds - sum(known.values())
+        return known
 
     def timed_reward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A reward function that does the same under the same name, with its seconds in `reward`."""
@@ -65,48 +88,31 @@ class StepClock:
         finally:
             del model.generate
 
-    @contextmanager
-    def watch_trainer(self, trainer: GRPOTrainer) -> Iterator[None]:
-        """While inside, what a GRPO trainer generates and scores for training is timed; afterwards it is as it was."""
+    def around(self, trainer: GRPOTrainer) -> list[tuple[Any, str, Callable[..., Any]]]:
+        """Object, method's name and what times it, see `Around`, for all that a GRPO trainer does for its rollouts."""
         engine = getattr(trainer, "vllm_generation", None)
+        self._has_engine = engine is not None
         targets = [
             (trainer, "_generate", "generation"),
             (trainer, "_calculate_rewards", "reward"),
             (trainer, "_generate_and_score_completions", None),
             *([(engine, "sync_weights", "sync")] if engine is not None else []),
         ]
-        ours = []
-        for owner, name, attribute in targets:
-            before = owner.__dict__.get(name)
-            timed = self._timed(trainer, getattr(owner, name), attribute)
-            setattr(owner, name, timed)
-            ours.append((owner, name, before, timed))
-        try:
-            yield
-        finally:
-            for owner, name, before, timed in reversed(ours):
-                if owner.__dict__.get(name) is not timed:
-                    continue  # someone put another over it, and keeps it
-                if before is None or getattr(before, "retired", False):  # what a patch put there and has taken back
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, before)
+        return [(owner, name, functools.partial(self._timed, trainer, attribute)) for owner, name, attribute in targets]
 
-    def _timed(self, trainer: GRPOTrainer, method: Callable[..., Any], attribute: str | None) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began, synced = time.perf_counter(), self.sync or 0.0
-            result = method(*args, **kwargs)
-            if not trainer.model.training:  # an evaluation is no step
-                return result
-            if attribute is not None:
-                seconds = time.perf_counter() - began
-                if attribute == "generation":  # which hands the weights over first
-                    seconds -= (self.sync or 0.0) - synced
-                setattr(self, attribute, (getattr(self, attribute) or 0.0) + seconds)
-            else:
-                ids = result["prompt_ids"].numel() + result["completion_ids"].numel()
-                self.tokens_padded = (self.tokens_padded or 0) + ids
+    def _timed(
+        self, trainer: GRPOTrainer, attribute: str | None, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        began, synced = time.perf_counter(), self.sync or 0.0
+        result = method(*args, **kwargs)
+        if not trainer.model.training:  # an evaluation is no step
             return result
-
-        return timed
+        if attribute is not None:
+            seconds = time.perf_counter() - began
+            if attribute == "generation":  # which hands the weights over first
+                seconds -= (self.sync or 0.0) - synced
+            setattr(self, attribute, (getattr(self, attribute) or 0.0) + seconds)
+        else:
+            ids = result["prompt_ids"].numel() + result["completion_ids"].numel()
+            self.tokens_padded = (self.tokens_padded or 0) + ids
+        return result

@@ -9,6 +9,7 @@ from fastgrpo.chunking import ChunkPlan
 from fastgrpo.trl.parts import Limits
 
 PACKING_CHOICES = ("auto", "varlen", "left", "none")
+STALE_CHOICES = ("warn", "error", "ignore")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Options:
         run_log: where every `train()` writes its run log: True = `log.jsonl` in the trainer's output folder, a path = that
             `.jsonl` file or `log.jsonl` in that folder, False = nowhere. A log that is there is kept; the new one gets a
             number.
+        on_stale: what happens where a batch is used whose weights are not those the algorithm expects, or unknown: `"warn"`,
+            `"error"` = `StaleRolloutError` before the update, `"ignore"`.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -48,6 +51,7 @@ class Options:
     share_prefix: bool = True
     skip_zero_advantage: bool = False
     run_log: str | Path | bool = True
+    on_stale: str = "warn"
 
     def __post_init__(self) -> None:
         self.chunk_plan  # noqa: B018 - raises on bad values
@@ -55,9 +59,10 @@ class Options:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} is {value!r}; give a whole number from 1 on, or None.")
-        if self.packing not in PACKING_CHOICES:
-            allowed = ", ".join(map(repr, PACKING_CHOICES))
-            raise ValueError(f"packing is {self.packing!r}; choose one of {allowed}.")
+        for name, choices in (("packing", PACKING_CHOICES), ("on_stale", STALE_CHOICES)):
+            if getattr(self, name) not in choices:
+                allowed = ", ".join(map(repr, choices))
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {allowed}.")
         for name in ("share_prefix", "skip_zero_advantage"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")

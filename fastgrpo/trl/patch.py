@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import trl.trainer.utils as trl_utils
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from fastgrpo.kernels.backends import Backend, forget_backend, head_backend, note_backend
+from fastgrpo.trl.around import Around
 from fastgrpo.trl.attention import install_attention, remove_attention
+from fastgrpo.trl.clock import StepClock
 from fastgrpo.trl.compat import (
     GENERATE_METHOD,
     HEAD_NAME,
@@ -33,8 +36,10 @@ from fastgrpo.trl.compat import (
     varlen_obstacle,
 )
 from fastgrpo.trl.config import Options
+from fastgrpo.trl.freshness import Freshness
 from fastgrpo.trl.heads import HeadDispatcher
 from fastgrpo.trl.loss import LossMethod
+from fastgrpo.trl.metrics import StepMetrics
 from fastgrpo.trl.onpolicy import GenerationMethod, OldLogProbs, corrects_sampler, old_pass_obstacle
 from fastgrpo.trl.parts import check_limits
 from fastgrpo.trl.probe import Finding, probe
@@ -70,7 +75,7 @@ class Patch:
     finding: Finding = field(default_factory=Finding)
     old_pass_because: str = ""
     active: bool = True
-    callback: StartLines | None = field(default=None, repr=False)
+    callbacks: list[TrainerCallback] = field(default_factory=list, repr=False)
     replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list, repr=False)
     """(owner, attribute, what stands there now, what stood there or None), in the order of replacement."""
     old: OldLogProbs | None = field(default=None, repr=False)
@@ -84,21 +89,27 @@ class Patch:
         self.active = False
         while self.replaced:
             owner, name, ours, before = self.replaced.pop()
+            if isinstance(ours, Around):
+                ours.retire()
             present = owner.__dict__.get(name)
             if present is ours and before is None:
                 delattr(owner, name)
             elif present is ours:
                 setattr(owner, name, before)
-            elif getattr(present, "__wrapped__", None) is not ours:
+            else:
                 warnings.warn(
                     f"fastgrpo.unpatch: {type(owner).__name__}.{name} was replaced by something else after the patch; it is "
                     "left as it is.",
                     stacklevel=2,
                 )
-        if self.callback is not None:
-            # A new list, since the trainer may be going through the old one: this may be called by a callback.
-            callbacks = self.trainer.callback_handler.callbacks
-            self.trainer.callback_handler.callbacks = [c for c in callbacks if c is not self.callback]
+        # A new list, since the trainer may be going through the old one: this may be called by a callback.
+        callbacks = self.trainer.callback_handler.callbacks
+        self.trainer.callback_handler.callbacks = [
+            c for c in callbacks if not any(c is ours for ours in self.callbacks)
+        ]
+        for callback in self.callbacks:
+            if isinstance(callback, StepMetrics):
+                callback.withdraw()
         _leave(self)
 
     def __enter__(self) -> Patch:
@@ -178,8 +189,12 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     _replace_methods(handle, method)
     if options.run_log is not False:
         _replace(handle, trainer, "train", LoggedTrain(trainer, options))
-    handle.callback = StartLines(handle)
-    trainer.add_callback(handle.callback)
+    clock, freshness = StepClock(), Freshness(trainer, options.on_stale)
+    for owner, name, around in [*freshness.around(), *clock.around(trainer)]:
+        _replace(handle, owner, name, Around(owner, name, around))
+    for callback in (StartLines(handle), StepMetrics(trainer, clock, freshness)):
+        trainer.add_callback(callback)
+        handle.callbacks.append(callback)
     return handle
 
 

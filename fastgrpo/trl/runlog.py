@@ -72,8 +72,9 @@ class RunLogCallback(TrainerCallback):
     """
     Turns what a GRPO trainer logs into `step` lines; use it with `logging_steps=1` for a line per optimizer step.
 
-    With more, a line's values are means over the steps since the line before. Times come from the trainer's own `time/*`
-    entries where it logs any, else from `clock`; without both they are null.
+    With more, a line's values are means over the steps since the line before; the policy version is their oldest, its lag
+    their largest. Times and padded tokens come from the trainer's own `time/*` and `rollout/*` entries where it logs any, as a
+    patched one does, else from `clock`; without both they are null.
 
     Args:
         log: where the lines go.
@@ -127,7 +128,7 @@ class RunLogCallback(TrainerCallback):
         seconds = sum(self._seconds) / steps if steps else None
         self._seconds.clear()
         values = {key: logs.get(key) for key in _FROM_TRL}
-        values |= self._tokens(logs, steps) | self._times(logs, seconds, steps)
+        values |= self._tokens(logs, steps) | self._times(logs, seconds, steps) | _freshness(logs)
         values["peak_memory_gb"] = peak_memory_gb(args.device)
         self._log.step(state.global_step, seconds=seconds, **values)
         if self._on_step is not None:
@@ -136,7 +137,9 @@ class RunLogCallback(TrainerCallback):
     def _tokens(self, logs: dict[str, Any], steps: int) -> dict[str, float | None]:
         seen, self._tokens_seen = self._tokens_seen, logs.get("num_tokens", self._tokens_seen)
         real = _mean(self._tokens_seen - seen, steps) if "num_tokens" in logs else None
-        padded = _mean(self._clock.tokens_padded, steps) if self._clock is not None else None
+        padded = logs.get("rollout/tokens_padded")
+        if padded is None and self._clock is not None:
+            padded = _mean(self._clock.tokens_padded, steps)
         return {"tokens_real": real, "tokens_padded": padded}
 
     def _times(self, logs: dict[str, Any], seconds: float | None, steps: int) -> dict[str, float | None]:
@@ -172,11 +175,10 @@ class LoggedTrain:
         log = self._open() if self._trainer.is_world_process_zero() else None
         if log is None:
             return self._train(*args, **kwargs)
-        clock = StepClock()
-        callback = RunLogCallback(log, clock)
+        callback = RunLogCallback(log)
         self._trainer.add_callback(callback)
         try:
-            with log, clock.watch_trainer(self._trainer):
+            with log:
                 return self._train(*args, **kwargs)
         finally:
             self._trainer.remove_callback(callback)
@@ -218,6 +220,15 @@ def open_numbered(path: Path, **run: Any) -> RunLog:
             if not candidate.exists():  # it is the folder that is a file
                 raise
     raise AssertionError
+
+
+def _freshness(logs: dict[str, Any]) -> dict[str, Any]:
+    version, lag, stale = (logs.get(f"rollout/{name}") for name in ("policy_version", "policy_lag", "stale"))
+    whole = {"policy_version": version, "policy_lag": lag}
+    return {
+        **{key: int(value) if value is not None else None for key, value in whole.items()},
+        "stale": bool(stale) if stale is not None else None,
+    }
 
 
 def _mean(total: float | None, count: int) -> float | None:

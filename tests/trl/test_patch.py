@@ -39,11 +39,14 @@ def score(trainer, **options):
     return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 3, **options)
 
 
-def test_patch_replaces_four_attributes_and_unpatch_restores_the_trainer_exactly(trainer):
+WATCHED = {"_generate", "_calculate_rewards", "_generate_and_score_completions", "_prepare_inputs"}
+
+
+def test_patch_replaces_what_its_table_says_and_unpatch_restores_the_trainer_exactly(trainer):
     before = dict(trainer.__dict__)
     handle = fastgrpo.patch(trainer)
     replaced = {name for name in trainer.__dict__ if trainer.__dict__[name] is not before.get(name)}
-    assert replaced == {SCORING, "_compute_loss", "_generate_and_score_completions", "train"}
+    assert replaced == {SCORING, "_compute_loss", "train", *WATCHED} == {name for _, name, *_ in handle.replaced}
     assert handle.active and (trl_utils._ChunkedLogProbFunction is not TRL_HEAD) == compat.has_fused_head()
     fastgrpo.unpatch(trainer)
     assert trainer.__dict__ == before
