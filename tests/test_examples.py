@@ -1,0 +1,94 @@
+"""Claims about examples/: each runs, at a tiny size, on a CPU, offline."""
+
+from __future__ import annotations
+
+import random
+import re
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import fastgrpo
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TINY = ["--tiny", "--max_steps", "2", "--report_to", "none"]
+
+pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are not part of an installed package")
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """Loads an example as an import would, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "fastgrpo.auto", raising=False)
+    yield lambda name: SimpleNamespace(**runpy.run_path(str(EXAMPLES / name)))
+    fastgrpo.unpatch_trl()
+
+
+def steps(trainer: Any) -> list[dict[str, float]]:
+    return [line for line in trainer.state.log_history if "reward" in line]
+
+
+def test_every_example_is_run_by_a_test():
+    tests = Path(__file__).read_text() + (Path(__file__).parent / "tools" / "test_example.py").read_text()
+    for script in EXAMPLES.glob("*.py"):
+        assert script.name == "offline.py" or script.name in tests
+
+
+def test_word_problems(example):
+    script = example("grpo_gsm8k_like.py")
+    problems = [script.problem(random.Random(seed)) for seed in range(50)]
+    for problem in problems:
+        have, bags, each, *gone = map(int, re.findall(r"\d+", problem["prompt"]))
+        assert int(problem["answer"]) == have + bags * each - sum(gone) > 0
+    trainer = script.main([*TINY, "--max_completion_length", "12", "--problems", "4", "--fastgrpo_packing", "left"])
+    assert len(steps(trainer)) == 2
+    assert Path("grpo_gsm8k_like/log.jsonl").exists()
+    assert script.correct(["so #### 1,204", "#### 7", "1204"], ["1204", "8", "1204"]) == [1.0, 0.0, 0.0]
+
+
+def test_pictures(example):
+    trainer = example("vision_language.py").main([*TINY, "--max_completion_length", "6", "--pictures", "4"])
+    assert len(steps(trainer)) == 2 and trainer.model.config.model_type == "qwen2_5_vl"
+
+
+def test_vllm_colocate_with_a_stand_in_for_the_engine(example, monkeypatch):
+    import trl.trainer.grpo_trainer as trl_trainer
+    from sampler import FakeSampler
+
+    built = {}
+
+    class Engine(FakeSampler):
+        def __init__(self, model, accelerator, temperature, max_completion_length, **settings):
+            built.update(settings, temperature=temperature)
+            state = SimpleNamespace(global_step=0)
+            super().__init__(
+                SimpleNamespace(
+                    model=model,
+                    accelerator=accelerator,
+                    temperature=temperature,
+                    max_completion_length=max_completion_length,
+                    state=state,
+                    _step=0,
+                )
+            )
+
+    script = example("vllm_colocate.py")
+    _, config = script.parse([])
+    assert (config.use_vllm, config.vllm_mode, config.temperature, config.top_k) == (True, "colocate", 0.9, -1)
+    assert config.generation_kwargs == {"min_p": 0.02, "repetition_penalty": 1.0}
+    monkeypatch.setattr(trl_trainer, "VLLMGeneration", Engine)
+    trainer = script.main([*TINY, "--max_completion_length", "8"])
+    assert len(steps(trainer)) == 2
+    assert (built["temperature"], built["mode"], built["generation_kwargs"]["min_p"]) == (0.9, "colocate", 0.02)
+
+
+def test_a_loop_of_ones_own_raises_its_reward_without_trl(example):
+    assert "trl" not in re.findall(r"^(?:from|import) (\w+)", (EXAMPLES / "own_loop.py").read_text(), re.MULTILINE)
+    history = example("own_loop.py").main(["--steps", "40"])
+    assert sum(history[-10:]) > sum(history[:10]) + 0.5
