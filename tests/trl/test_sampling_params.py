@@ -80,6 +80,12 @@ def test_it_reaches_the_engine_and_the_scores(mode, tmp_path, monkeypatch):
             built.update(settings)
             self.vllm_client = self
 
+        def sync_weights(self):
+            pass
+
+        def generate(self, **_):
+            pass
+
         def get_server_info(self):
             return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
