@@ -46,7 +46,7 @@ KEYS: dict[str, tuple[str, ...]] = {
         "policy_lag",
         "stale",
     ),
-    "eval": ("step", "pass_at_1", "n"),
+    "eval": ("step", "pass_at_1", "n", "temperature", "samples"),
     "end": ("wall_s", "seconds_per_step", "peak_memory_gb", "exit"),
 }
 """The keys of every kind of line. All are always there; a value nobody measured is null."""
@@ -99,9 +99,17 @@ class RunLog:
             self._peak_memory_gb = max(peak, self._peak_memory_gb or 0.0)
         self._write("step", {"step": step, **values})
 
-    def eval(self, step: int, pass_at_1: float, n: int) -> None:
-        """Writes an evaluation after `step` optimizer steps: the share of `n` held-out problems solved."""
-        self._write("eval", {"step": step, "pass_at_1": pass_at_1, "n": n})
+    def eval(self, step: int, pass_at_1: float, n: int, **values: Any) -> None:
+        """
+        Writes an evaluation.
+
+        Args:
+            step: optimizer steps done before it.
+            pass_at_1: share of problems solved, 0 to 1; the mean over `samples` answers to each.
+            n: problems.
+            values: `temperature` of the sampling, left out for greedy answers, and `samples` of each problem.
+        """
+        self._write("eval", {"step": step, "pass_at_1": pass_at_1, "n": n, **values})
 
     def __enter__(self) -> RunLog:
         return self
@@ -126,6 +134,23 @@ class RunLog:
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         self._file.write(_line(kind, values))
+
+
+def append_eval(path: str | Path, step: int, pass_at_1: float, n: int, **values: Any) -> None:
+    """
+    Adds an evaluation to the log of a run that is over; see `RunLog.eval`. A last line that was torn is taken off.
+
+    Args:
+        path: of a log that `read_run_log` reads.
+        step, pass_at_1, n, values: as there.
+    """
+    path = _file_of(path)
+    line = _line("eval", {"step": step, "pass_at_1": pass_at_1, "n": n, **values})
+    with path.open("r+b", buffering=0) as file:
+        content = file.read()
+        file.seek(content.rfind(b"\n") + 1)
+        file.truncate()
+        file.write(line)
 
 
 def _line(kind: str, values: Mapping[str, Any]) -> bytes:
@@ -200,9 +225,7 @@ def read_run_log(path: str | Path) -> RunRecord:
         FileNotFoundError: no such file.
         ValueError: not a run log, a line in the middle that is no JSON, or a schema newer than this version reads.
     """
-    path = Path(path)
-    if path.is_dir():
-        path = path / "log.jsonl"
+    path = _file_of(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no run log at {path}; give a log.jsonl or the folder of a run.")
     lines = list(_lines(path))
@@ -227,6 +250,11 @@ def read_run_log(path: str | Path) -> RunRecord:
         evals=kinds["eval"],
         end=kinds["end"][-1] if kinds["end"] else None,
     )
+
+
+def _file_of(path: str | Path) -> Path:
+    path = Path(path)
+    return path / "log.jsonl" if path.is_dir() else path
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

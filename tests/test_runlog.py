@@ -71,7 +71,7 @@ def test_the_schema_has_the_keys_that_reports_rely_on():
     assert set(KEYS["run"]) == {
         *("schema", "started", "versions", "device", "model", "options", "settings", "rollout_path", "seed", "plan")
     }
-    assert KEYS["eval"] == ("step", "pass_at_1", "n")
+    assert KEYS["eval"] == ("step", "pass_at_1", "n", "temperature", "samples")
     assert KEYS["end"] == ("wall_s", "seconds_per_step", "peak_memory_gb", "exit")
 
 

@@ -30,6 +30,14 @@ def positive(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """A seed of torch's generators."""
+    value = integer(text)
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"{value} is no seed; give 0 to {2**32 - 1}")
+    return value
+
+
 def number(text: str) -> float:
     """A number that is finite and not negative."""
     try:

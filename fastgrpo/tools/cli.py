@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastgrpo.tools.arguments import DONE, FAILED, INTERRUPTED, USAGE, console, integer, positive
+from fastgrpo.tools.arguments import DONE, FAILED, INTERRUPTED, USAGE, console, positive, seed
 from fastgrpo.tools.demo.recipe import SMOLLM2, TOY
 from fastgrpo.tools.doctor import command as doctor_command
+from fastgrpo.tools.evaluation import command as eval_command
 from fastgrpo.tools.plan import command as plan_command
 from fastgrpo.tools.report import command as report_command
 from fastgrpo.versions import installed_version
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     plan_command.add_parser(commands)
     doctor_command.add_parser(commands)
+    eval_command.add_parser(commands)
     report_command.add_parser(commands)
     return parser
 
@@ -98,7 +100,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="N",
         help=f"sums for pass@1 (default: {SMOLLM2.held_out}, toy {TOY.held_out})",
     )
-    demo.add_argument("--seed", type=_seed, default=0, metavar="N", help="of everything random (default: %(default)s)")
+    demo.add_argument("--seed", type=seed, default=0, metavar="N", help="of everything random (default: %(default)s)")
     demo.add_argument(
         "--name",
         type=_folder_name,
@@ -132,13 +134,6 @@ def _held_out(text: str) -> int:
     value = positive(text)
     if value > MOST_HELD_OUT:
         raise argparse.ArgumentTypeError(f"{value} leaves too few sums for training; give {MOST_HELD_OUT} or less")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = integer(text)
-    if not 0 <= value < 2**32:
-        raise argparse.ArgumentTypeError(f"{value} is no seed; give 0 to {2**32 - 1}")
     return value
 
 

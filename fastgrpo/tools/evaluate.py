@@ -1,8 +1,10 @@
-"""Greedy pass@1: the share of problems a model solves with its one most likely answer."""
+"""Pass@1: the share of problems a model solves with one answer, its most likely one or, on average, a sampled one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -12,10 +14,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 
 class HasPrompt(Protocol):
-    """A problem: anything with a text `prompt`."""
+    """A problem: anything with a `prompt`, a text or a conversation."""
 
     @property
-    def prompt(self) -> str: ...
+    def prompt(self) -> str | Sequence[Mapping[str, str]]: ...
 
 
 Problem = TypeVar("Problem", bound=HasPrompt)
@@ -27,22 +29,34 @@ class PassAt1:
     Outcome of `evaluate_pass_at_1`.
 
     Attributes:
-        correct: which problems were solved, in their order.
-        answers: the model's text for each, special tokens left out.
+        correct: which answers were right, problem by problem.
+        answers: the model's texts, special tokens left out.
+        samples: answers to each problem.
     """
 
     correct: tuple[bool, ...]
     answers: tuple[str, ...]
+    samples: int = 1
 
     @property
     def n(self) -> int:
         """Number of problems."""
-        return len(self.correct)
+        return len(self.correct) // self.samples
 
     @property
     def rate(self) -> float:
-        """Share solved, 0 to 1."""
-        return sum(self.correct) / self.n
+        """Share of right answers, 0 to 1."""
+        return sum(self.correct) / len(self.correct)
+
+    @property
+    def error(self) -> float:
+        """Standard error of `rate` as an estimate for all such problems."""
+        if self.n < 2:
+            return math.nan
+        rates = [
+            sum(self.correct[i : i + self.samples]) / self.samples for i in range(0, len(self.correct), self.samples)
+        ]
+        return statistics.stdev(rates) / math.sqrt(self.n)
 
 
 def evaluate_pass_at_1(
@@ -53,20 +67,27 @@ def evaluate_pass_at_1(
     *,
     max_new_tokens: int,
     batch_size: int = 32,
+    samples: int = 1,
+    temperature: float | None = None,
+    seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> PassAt1:
     """
-    Answers every problem once, greedily, and counts the right answers.
+    Answers every problem, greedily or by sampling, and counts the right answers.
 
     Leaves everything as it was: the model's training mode and generation config, the tokenizer, torch's random numbers.
 
     Args:
         model: a causal language model, also one with PEFT adapters.
         tokenizer: its tokenizer, with a pad or an end-of-sequence token.
-        problems: held-out problems; the model is given each one's `prompt` as it stands, without a chat template.
+        problems: held-out problems; the model is given each one's `prompt`, a text as it stands, a conversation through the
+            tokenizer's chat template.
         is_correct: whether a text (without special tokens) solves a problem.
         max_new_tokens: tokens an answer may have, >= 1.
-        batch_size: prompts generated at once, >= 1; they are left-padded.
+        batch_size: answers generated at once, >= 1; prompts are left-padded.
+        samples: answers to each problem, >= 1.
+        temperature: of the sampling, from all tokens; None = greedy.
+        seed: of the sampling.
         progress: called with (problems done, problems in all) after every batch.
 
     Returns:
@@ -77,28 +98,45 @@ def evaluate_pass_at_1(
     """
     if not problems:
         raise ValueError("problems is empty; pass@1 needs at least one.")
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size), ("samples", samples)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1.")
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; give a number above 0, or None for greedy answers.")
+    if temperature is None and samples > 1:
+        raise ValueError(f"samples is {samples}, and greedy answers are all the same; give a temperature.")
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad is None:
         raise ValueError("the tokenizer has neither a pad nor an end-of-sequence token; set tokenizer.pad_token.")
-    prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
+    prompts = [prompt_ids(tokenizer, problem.prompt) for problem in problems]
     if not all(prompts):
         raise ValueError(f"problem {prompts.index([])} has an empty prompt; there is nothing to continue.")
 
-    greedy = _greedy_config(model, tokenizer, max_new_tokens, pad)
+    config = _generation_config(model, tokenizer, max_new_tokens, pad, temperature)
+    config.num_return_sequences = samples
+    at_once = max(1, batch_size // samples)
     answers: list[str] = []
     with _inference(model):
-        for start in range(0, len(prompts), batch_size):
-            batch = prompts[start : start + batch_size]
+        if temperature is not None:
+            _seed(model, seed)
+        for start in range(0, len(prompts), at_once):
+            batch = prompts[start : start + at_once]
             ids, mask = _left_padded(batch, pad, model.device)
-            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=greedy)
+            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
             answers += tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
             if progress is not None:
-                progress(len(answers), len(prompts))
-    correct = (bool(is_correct(problem, answer)) for problem, answer in zip(problems, answers, strict=True))
-    return PassAt1(correct=tuple(correct), answers=tuple(answers))
+                progress(start + len(batch), len(prompts))
+    asked = (problem for problem in problems for _ in range(samples))
+    correct = (bool(is_correct(problem, answer)) for problem, answer in zip(asked, answers, strict=True))
+    return PassAt1(correct=tuple(correct), answers=tuple(answers), samples=samples)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+    """Ids of a prompt: of a text as it stands, of a conversation as the chat template writes it."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return ids["input_ids"]
 
 
 def _left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,18 +146,20 @@ def _left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple
     return ids, mask
 
 
-def _greedy_config(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, pad: int
+def _generation_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, pad: int, temperature: float | None
 ) -> GenerationConfig:
     """The model's own special tokens and nothing else of its sampling settings."""
     own = model.generation_config
     ends: Any = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
+    sampling = {} if temperature is None else {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     return GenerationConfig(
-        do_sample=False,
+        do_sample=temperature is not None,
         max_new_tokens=max_new_tokens,
         eos_token_id=ends,
         pad_token_id=pad,
         bos_token_id=own.bos_token_id,
+        **sampling,
     )
 
 
@@ -141,6 +181,13 @@ def _inference(model: PreTrainedModel) -> Iterator[None]:
             holder.generation_config = config
         for module, training in modes.items():
             module.training = training
+
+
+def _seed(model: PreTrainedModel, seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    for device in _accelerators(model):
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def _accelerators(model: PreTrainedModel) -> list[int]:

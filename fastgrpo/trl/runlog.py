@@ -30,11 +30,18 @@ _PACKAGES = ("fastgrpo", "torch", "transformers", "trl", "peft", "vllm")
 _NO_SETTINGS = {"output_dir", "run_name", "hub_token", "accelerator_config", "debug", "disable_tqdm", "report_to"}
 """Places, secrets, what only changes the output, and what its class rewrites even where it is the default."""
 _FROM_TRL = ("reward", "reward_std", "loss", "kl", "entropy", "grad_norm")
+_PLANNED_ON = ("cuda",)
 _TIMES = ("generation", "reward", "sync", "update")
 
 
 def describe_run(
-    config: TrainingArguments, *, model: str, rollout_path: str, device: torch.device | str, options: Any = None
+    config: TrainingArguments,
+    *,
+    model: str,
+    rollout_path: str,
+    device: torch.device | str,
+    options: Any = None,
+    plan: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """
     The values of a log's `run` line.
@@ -46,6 +53,7 @@ def describe_run(
         rollout_path: who generates, `"transformers"` for TRL's own generation.
         device: where the policy is trained.
         options: `fastgrpo.Options` in force; None for an unpatched trainer.
+        plan: memory that is expected.
 
     Returns:
         keyword arguments of `RunLog`.
@@ -65,6 +73,7 @@ def describe_run(
         "settings": settings,
         "rollout_path": rollout_path,
         "seed": config.seed,
+        "plan": plan,
     }
 
 
@@ -194,6 +203,7 @@ class LoggedTrain:
             rollout_path=rollout_path(trainer),
             device=trainer.accelerator.device,
             options=self._options,
+            plan=planned_memory(trainer),
         )
         try:
             return open_numbered(path, **run)
@@ -202,6 +212,36 @@ class LoggedTrain:
                 raise
             logger.warning("fastgrpo: training without a run log: %s.", error)
             return None
+
+
+def planned_memory(trainer: GRPOTrainer) -> dict[str, Any] | None:
+    """
+    What the plan says about a trainer, for its log.
+
+    Args:
+        trainer: built.
+
+    Returns:
+        terms, peaks, total and capacity in GB; None off CUDA, where nothing measures what a plan is about, and where there is
+        no plan for it.
+    """
+    if trainer.accelerator.device.type not in _PLANNED_ON:
+        return None
+    # The one thing here that the layer above knows.
+    from fastgrpo.tools.plan.trainer import plan_trainer
+
+    try:
+        plan = plan_trainer(trainer)
+    except Exception as error:  # a plan is no reason not to train
+        logger.info("fastgrpo: no memory plan in the run log: %s", error)
+        return None
+    return {
+        "terms_gb": dict(plan.terms),
+        "peaks_gb": dict(plan.peaks),
+        "total_gb": plan.total,
+        "capacity_gb": plan.capacity,
+        "notes": list(plan.notes),
+    }
 
 
 def open_numbered(path: Path, **run: Any) -> RunLog:

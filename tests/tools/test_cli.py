@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from trl import GRPOTrainer
 
-from fastgrpo.runlog import read_run_log
+from fastgrpo.runlog import RunLog, read_run_log
 from fastgrpo.tools import cli
 from fastgrpo.tools.demo import run as demo_run
 
@@ -31,6 +31,39 @@ def started(*arguments: str, **popen) -> subprocess.Popen:
         env=environment,
         **popen,
     )
+
+
+COMMANDS = ("demo", "plan", "doctor", "eval", "report")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_in_the_help_and_tells_its_exit_statuses(command, capsys):
+    assert cli.main(["--help"]) == 0
+    assert command in capsys.readouterr().out
+    assert cli.main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "exit status:" in text
+    for status in ("0 ", "1 ", "2 ", "130 "):
+        assert f"\n  {status}" in text
+    assert ("--json" in text) == (command != "demo")
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colours_follow_no_color_even_where_they_are_forced(no_color, tmp_path, monkeypatch, capsys):
+    """Runs are shown as on a terminal; NO_COLOR takes the colours, and only those."""
+    with RunLog(tmp_path / "log.jsonl", model="m", options=None) as log:
+        log.step(1, reward=0.5)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    cli.main(["doctor", "--no-step"])
+    cli.main(["plan", "--numbers", "hidden=64,layers=2,heads=2,intermediate=128,vocabulary=100", "--capacity", "1"])
+    cli.main(["report", str(tmp_path)])
+    printed = "".join(capsys.readouterr())
+    colours = re.findall(r"\x1b\[[0-9;]*?(?:3[0-7]|9[0-7]|38;5;[0-9]+)m", printed)
+    assert bool(colours) != no_color, colours[:3]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from successor import successor_model
 
 from fastgrpo.tools.demo.toy import toy_tokenizer
 from fastgrpo.tools.evaluate import evaluate_pass_at_1
@@ -15,37 +15,6 @@ from fastgrpo.tools.evaluate import evaluate_pass_at_1
 class Digit:
     prompt: str
     answer: str
-
-
-def successor_model() -> LlamaForCausalLM:
-    """Answers a prompt with its last digit plus one, then ends: attention writes nothing, the head looks the answer up."""
-    tokenizer = toy_tokenizer()
-    size = len(tokenizer)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=size,
-            hidden_size=32,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    following = {str(d): str(d + 1) for d in range(0, 9, 2)}  # after an even digit the next
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.model.norm.weight.fill_(1.0)
-        model.model.embed_tokens.weight[:, :size] = torch.eye(size)
-        head = model.lm_head.weight
-        head[tokenizer.eos_token_id, :size] = 0.5  # where nothing follows
-        for token, successor in following.items():
-            column = tokenizer.convert_tokens_to_ids(token)
-            head[tokenizer.convert_tokens_to_ids(successor), column] = 1.0
-    return model
 
 
 PROBLEMS = [
@@ -159,6 +128,8 @@ def test_the_model_is_restored_when_a_callback_fails():
         ({"problems": [*PROBLEMS, Digit("", "1")]}, "problem 6 has an empty prompt"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+        ({"samples": 2}, "greedy answers are all the same; give a temperature"),
+        ({"temperature": 0.0}, "temperature is 0.0; give a number above 0"),
     ],
 )
 def test_bad_input_is_a_clear_error(changes, message):
@@ -172,3 +143,26 @@ def test_a_tokenizer_without_anything_to_pad_with_is_an_error():
     tokenizer.pad_token = tokenizer.eos_token = None
     with pytest.raises(ValueError, match=r"set tokenizer\.pad_token"):
         evaluate_pass_at_1(successor_model(), tokenizer, PROBLEMS, is_correct, max_new_tokens=2)
+
+
+def test_sampled_answers_are_means_over_samples_and_the_seed_fixes_them():
+    model = successor_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    settings = {"max_new_tokens": 1, "samples": 16, "temperature": 1.0}
+    first, again, other, in_small_batches = (
+        evaluate_pass_at_1(model, toy_tokenizer(), PROBLEMS, is_correct, **settings, **changes)
+        for changes in ({}, {}, {"seed": 1}, {"batch_size": 16})
+    )
+    assert first == again != other
+    assert first.n == in_small_batches.n == 6 and len(first.correct) == 96
+    assert 0 < first.rate < 4 / 6
+    assert first.error > 0
+    warm = evaluate_pass_at_1(model, toy_tokenizer(), PROBLEMS, is_correct, **settings | {"temperature": 0.01})
+    assert warm.rate == pytest.approx(4 / 6)
+
+
+def test_sampling_leaves_torchs_random_numbers_alone():
+    model, state = successor_model(), torch.get_rng_state()
+    evaluate_pass_at_1(model, toy_tokenizer(), PROBLEMS, is_correct, max_new_tokens=1, temperature=1.0)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fastgrpo.tools.doctor.case import Case, Line
+from fastgrpo.tools.evaluate import prompt_ids
 from fastgrpo.tools.plan.shape import build, measure, read_config
 
 _COMPLETION = 256
@@ -66,7 +67,7 @@ def check_tokenizer(case: Case, tokenizer: PreTrainedTokenizerBase, context: int
     if not case.rows or context is None:
         yield Line("tokenizer", "ok", f"{len(tokenizer)} tokens; context {context or 'unknown'}")
         return
-    lengths = [_prompt_length(tokenizer, row["prompt"]) for row in case.rows]
+    lengths = [len(prompt_ids(tokenizer, row["prompt"])) for row in case.rows]
     longest = max(lengths)
     too_long = sum(length + completion > context for length in lengths)
     if too_long:
@@ -79,13 +80,6 @@ def check_tokenizer(case: Case, tokenizer: PreTrainedTokenizerBase, context: int
         )
         return
     yield Line("tokenizer", "ok", f"longest prompt {longest} + completion {completion} of {context} tokens of context")
-
-
-def _prompt_length(tokenizer: PreTrainedTokenizerBase, prompt: object) -> int:
-    if isinstance(prompt, str):
-        return len(tokenizer(prompt)["input_ids"])
-    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return len(ids["input_ids"])
 
 
 def check_settings(case: Case) -> Iterator[Line]:

@@ -15,7 +15,8 @@ from typing import Any
 from fastgrpo.tools.doctor.case import Case, Line
 
 _COMPLETIONS = ("", "42", "The answer is 42.", "<think>6 times 7</think>\n\\boxed{42}")
-_TRUTHS = ("answer", "solution", "ground_truth", "target", "label")
+TRUTHS = ("answer", "solution", "ground_truth", "target", "label")
+"""Columns that may hold the right answer."""
 _MOST_ROWS = 4
 
 
@@ -126,7 +127,7 @@ def sample(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if "completion" in row:
             expanded.append((row, row["completion"]))
             continue
-        truths = [str(row[name]) for name in _TRUTHS if name in row]
+        truths = [str(row[name]) for name in TRUTHS if name in row]
         expanded += [(row, text) for text in (*_COMPLETIONS, *truths)]
     prompts = [row["prompt"] for row, _ in expanded]
     completions = [

@@ -5,9 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
 from trl import GRPOConfig, GRPOTrainer
 
 import fastgrpo
@@ -15,9 +13,8 @@ from fastgrpo.runlog import read_run_log
 from fastgrpo.tools.demo.quiet import quiet_libraries
 from fastgrpo.tools.doctor.case import Case, Line
 from fastgrpo.tools.doctor.trainer import build_trainer
-from fastgrpo.tools.plan.estimate import estimate_memory
 from fastgrpo.tools.report.rows import duration
-from fastgrpo.tools.report.summary import summarise
+from fastgrpo.tools.report.summary import RunSummary, summarise
 
 STEPS, PROMPTS, ROLLOUTS = 10, 10, 4
 _SMOKE = {
@@ -56,7 +53,7 @@ def check_smoke(case: Case) -> Iterator[Line]:
     if trainer.use_vllm:
         yield _engine_line(trainer)
     yield _wall_clock(case, seconds)
-    yield _memory(case, trainer, summary.peak_memory_gb)
+    yield _memory(summary)
     if all(not line["reward_std"] for line in record.steps):
         yield Line(
             _LAYER,
@@ -88,46 +85,12 @@ def _wall_clock(case: Case, seconds: float) -> Line:
     return Line(_LAYER, "ok", text)
 
 
-def _memory(case: Case, trainer: GRPOTrainer, peak: float | None) -> Line:
-    """The measured peak against the plan of these very steps."""
-    if case.model is None or not torch.cuda.is_available():
+def _memory(summary: RunSummary) -> Line:
+    """The measured peak against the plan of these very steps, which is in their log."""
+    peak = summary.peak_memory_gb
+    if peak is None or not summary.plan_gb:
         known = f"{peak:.2f} GB of this process" if peak is not None else "not measured"
-        return Line(_LAYER, "skipped", f"peak memory: {known}; a plan is for a GPU and a --model")
-    plan = estimate_memory(case.model, **plan_settings(case, trainer))
-    predicted = max(plan.peaks.values())
-    return Line(_LAYER, "ok", f"peak memory {peak:.2f} GB, planned {predicted:.2f}: {peak / predicted:.0%} of it")
-
-
-def plan_settings(case: Case, trainer: GRPOTrainer) -> dict[str, Any]:
-    """
-    The `PlanSettings` of a trainer, for what it was built with; the prompts are the case's.
-
-    Args:
-        case: model and adapter.
-        trainer: a built trainer.
-    """
-    arguments = trainer.args
-    dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
-    tokenizer = trainer._tokenizer
-    longest = max((len(tokenizer(str(row["prompt"]))["input_ids"]) for row in case.rows), default=16)
-    capacity = torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else None
-    rollout = "transformers"
-    if trainer.use_vllm:
-        rollout = "vllm" if trainer.vllm_mode == "colocate" else "server"
-    return {
-        "capacity_gb": capacity,
-        "lora_rank": case.lora_rank,
-        "lora_targets": case.lora_targets,
-        "dtype": dtype,
-        "autocast": trainer.accelerator.mixed_precision != "no",
-        "beta": arguments.beta,
-        "num_generations": trainer.num_generations,
-        "prompt_length": longest,
-        "completion_length": trainer.max_completion_length,
-        "micro_batch": arguments.per_device_train_batch_size,
-        "accumulation": arguments.steps_per_generation,
-        "checkpointing": bool(arguments.gradient_checkpointing),
-        "rollout": rollout,
-        "vllm_fraction": arguments.vllm_gpu_memory_utilization,
-        "vllm_sleep": bool(arguments.vllm_enable_sleep_mode),
-    }
+        return Line(_LAYER, "skipped", f"peak memory: {known}; a plan is for a GPU")
+    return Line(
+        _LAYER, "ok", f"peak memory {peak:.2f} GB, planned {summary.plan_gb:.2f}: {peak / summary.plan_gb:.0%} of it"
+    )

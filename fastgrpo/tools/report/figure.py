@@ -73,7 +73,7 @@ def _lines(
 
 def _mark_evals(axes: Any, record: RunRecord, colour: str) -> None:
     for line in record.evals:
-        if line["pass_at_1"] is not None:
+        if line["pass_at_1"] is not None and line["temperature"] is None:
             axes.plot([line["step"]], [line["pass_at_1"]], "D", color=colour, markersize=6, markeredgecolor="white")
     if record.evals:
         axes.set_title("reward, and pass@1 (diamonds)", loc="left", color=_INK, fontsize=11, fontweight="bold")

@@ -30,6 +30,7 @@ def rows_of(summaries: Sequence[RunSummary]) -> list[list[str]]:
         *((f"  {phase}, s", _phase(phase)) for phase in PHASES),
         ("reward, start to end", lambda run: arrow(run.reward_first, run.reward_last, ".3f")),
         ("pass@1", lambda run: arrow(run.pass_at_1_before, run.pass_at_1_after, ".1%")),
+        ("pass@1, sampled", lambda run: arrow(run.sampled_before, run.sampled_after, ".1%")),
         ("KL at the end", lambda run: number(run.kl_last, ".2g")),
         ("entropy at the end", lambda run: number(run.entropy_last, ".3f")),
         ("real tokens per step", lambda run: number(run.tokens_per_step, ",.0f")),

@@ -28,7 +28,9 @@ class RunSummary:
         steps: of the last line.
         wall_s, seconds_per_step: of the `end` line; for a run without one, seconds_per_step is the sum of its phases.
         reward_first, reward_last: means over the first and last `reward_window` lines.
-        pass_at_1_before, pass_at_1_after: first and last evaluation; the second is None where there is only one.
+        pass_at_1_before, pass_at_1_after: first and last evaluation with greedy answers; the second is None where there is only
+            one.
+        sampled_before, sampled_after: the same with sampled answers.
         kl_last, entropy_last, tokens_per_step, padding_share: means over the last `reward_window` lines; share of padded tokens
             that are no real ones.
         peak_memory_gb: the largest of all lines.
@@ -53,6 +55,8 @@ class RunSummary:
     pass_at_1_before: float | None
     pass_at_1_after: float | None
     pass_at_1_problems: int | None
+    sampled_before: float | None
+    sampled_after: float | None
     kl_last: float | None
     entropy_last: float | None
     tokens_per_step: float | None
@@ -97,7 +101,9 @@ def summarise(record: RunRecord, name: str, plan_gb: float | None = None) -> Run
     phases = {phase: mean(values(record.steps, f"time_{phase}")) for phase in PHASES}
     measured = {phase: seconds for phase, seconds in phases.items() if seconds is not None}
     padded, real = mean(values(recent, "tokens_padded")), mean(values(recent, "tokens_real"))
-    evals = record.evals
+    evals = sorted(record.evals, key=lambda line: line["step"] or 0)
+    greedy = [line for line in evals if line["temperature"] is None]
+    sampled = [line for line in evals if line["temperature"] is not None]
     own_plan = ((record.run.get("plan") or {}).get("peaks_gb") or {}).values()
     return RunSummary(
         name=name,
@@ -113,9 +119,11 @@ def summarise(record: RunRecord, name: str, plan_gb: float | None = None) -> Run
         reward_window=window,
         reward_first=first,
         reward_last=last,
-        pass_at_1_before=evals[0]["pass_at_1"] if evals else None,
-        pass_at_1_after=evals[-1]["pass_at_1"] if len(evals) > 1 else None,
-        pass_at_1_problems=evals[-1]["n"] if evals else None,
+        pass_at_1_before=greedy[0]["pass_at_1"] if greedy else None,
+        pass_at_1_after=greedy[-1]["pass_at_1"] if len(greedy) > 1 else None,
+        pass_at_1_problems=greedy[-1]["n"] if greedy else None,
+        sampled_before=sampled[0]["pass_at_1"] if sampled else None,
+        sampled_after=sampled[-1]["pass_at_1"] if len(sampled) > 1 else None,
         kl_last=mean(values(recent, "kl")),
         entropy_last=mean(values(recent, "entropy")),
         tokens_per_step=real,

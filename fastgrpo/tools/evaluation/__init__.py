@@ -1,0 +1,1 @@
+"""`fastgrpo eval`: pass@1 of a saved model or adapter."""

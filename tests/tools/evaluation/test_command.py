@@ -1,0 +1,160 @@
+"""`fastgrpo eval` on a model made by hand: four of six answers are right."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from successor import successor_model
+
+from fastgrpo.runlog import RunLog, read_run_log
+from fastgrpo.tools import cli
+from fastgrpo.tools.demo.toy import toy_tokenizer
+from fastgrpo.tools.evaluation.problems import last_number
+
+ROWS = [("0", 1), ("1234", 5), ("12+6", 7), ("3=8", 9), ("7+2", 4), ("5", 6)]
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    successor_model().save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def problems(tmp_path):
+    path = tmp_path / "test.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in ROWS))
+    return path
+
+
+def evaluate(model, problems, *options):
+    return cli.main(["eval", str(model), "--problems", str(problems), "--max-new-tokens", "3", *map(str, options)])
+
+
+def printed(capsys):
+    return json.loads(capsys.readouterr().out)["results"]
+
+
+def test_greedy_pass_at_1_of_a_saved_model_and_its_answers(model, problems, tmp_path, capsys):
+    assert evaluate(model, problems, "--json", "--answers", tmp_path / "answers.jsonl") == 0
+    (result,) = printed(capsys)
+    assert (result["pass_at_1"], result["n"], result["temperature"]) == (pytest.approx(4 / 6), 6, None)
+    lines = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [line["completion"] for line in lines] == ["1", "5", "7", "9", "3", ""]
+    assert [line["solved"] for line in lines] == [True] * 4 + [False] * 2
+    assert evaluate(model, problems, "--limit", 2) == 0
+    assert "100.0%" in capsys.readouterr().out
+
+
+def test_sampled_answers_come_beside_the_greedy_ones_or_alone(model, problems, capsys):
+    assert evaluate(model, problems, "--json", "--samples", 4, "--temperature", 0.01) == 0
+    greedy, sampled = printed(capsys)
+    assert greedy["samples"] == 1 and (sampled["samples"], sampled["n"]) == (4, 6)
+    assert sampled["pass_at_1"] == pytest.approx(4 / 6)
+    assert evaluate(model, problems, "--json", "--samples", 4, "--no-greedy") == 0
+    (alone,) = printed(capsys)
+    assert alone["temperature"] == 1.0
+
+
+def test_a_reward_function_judges(model, problems, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def half(prompts, completions, answer, **_):\n"
+        "    return [0.5 * (text == str(right)) for text, right in zip(completions, answer)]\n"
+        "def text(completions, **_):\n    return ['good']\n"
+    )
+    reward = ["--json", "--reward", f"{tmp_path / 'mine.py'}:half"]
+    assert evaluate(model, problems, *reward) == 0
+    (result,) = printed(capsys)
+    assert result["pass_at_1"] == 0 and result["mean_reward"] == pytest.approx(2 / 6)
+    assert evaluate(model, problems, *reward, "--solved-at", 0.5) == 0
+    assert printed(capsys)[0]["pass_at_1"] == pytest.approx(4 / 6)
+    assert evaluate(model, problems, "--reward", f"{tmp_path / 'mine.py'}:text") == 1
+    assert "it must be one number" in capsys.readouterr().err
+
+
+def test_an_adapter_is_loaded_over_its_base(model, problems, tmp_path, capsys):
+    adapted = get_peft_model(successor_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "moved")
+    adapted.save_pretrained(tmp_path / "checkpoint-7")
+    assert evaluate(tmp_path / "checkpoint-7", problems) == 2
+    assert "--base names another" in capsys.readouterr().err
+    log = RunLog(tmp_path / "log.jsonl", model="m", options=None)
+    with log:
+        log.step(9)
+    assert evaluate(tmp_path / "checkpoint-7", problems, "--base", model, "--log", tmp_path) == 0
+    (line,) = read_run_log(tmp_path).evals
+    assert line["step"] == 7 and line["pass_at_1"] == pytest.approx(4 / 6)
+
+
+def test_before_and_after_are_in_the_log_and_in_the_report(model, problems, tmp_path, capsys):
+    run = tmp_path / "run"
+    with RunLog(run / "log.jsonl", model="m", options=None) as log:
+        log.step(200, reward=0.5)
+    with (run / "log.jsonl").open("a") as file:
+        file.write('{"kind": "step", "torn')
+    assert evaluate(model, problems, "--log", run, "--samples", 2) == 0
+    assert evaluate(model, problems, "--log", run, "--limit", 5, "--step", 0) == 0
+    evals = read_run_log(run).evals
+    assert [(line["step"], line["n"], line["temperature"], line["samples"]) for line in evals] == [
+        (200, 6, None, 1),
+        (200, 6, 1.0, 2),
+        (0, 5, None, 1),
+    ]
+    capsys.readouterr()
+    assert cli.main(["report", str(run), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)["runs"][0]
+    assert summary["pass_at_1_before"] == pytest.approx(4 / 5)
+    assert summary["pass_at_1_after"] == pytest.approx(4 / 6)
+    assert summary["sampled_before"] == evals[1]["pass_at_1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--no-greedy"], "leaves nothing to do without --samples"),
+        (["--step", "3"], "only allowed with --log"),
+        (["--temperature", "0"], "0 is greedy"),
+        (["--match", "exact", "--reward", "a:b"], "not allowed with argument"),
+        (["--reward", "nowhere:name"], "nowhere cannot be imported"),
+        (["--log", "{tmp}/none"], "there is no run log"),
+        (["--base", "{tmp}"], "holds no adapter"),
+        (["--problems", "{tmp}/none.jsonl"], "cannot be read"),
+        (
+            ["--problems", "{tmp}/no-answers.jsonl"],
+            "row 1 has no right answer; give rows with one of the columns answer",
+        ),
+        (["--problems", "{tmp}/odd.jsonl"], "row 1: its prompt is neither a text nor a list of messages"),
+    ],
+)
+def test_wrong_input_is_said_before_any_answer(options, message, model, problems, tmp_path, capsys):
+    (tmp_path / "no-answers.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "odd.jsonl").write_text('{"prompt": 12, "answer": 1}\n')
+    assert evaluate(model, problems, *(option.format(tmp=tmp_path) for option in options)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_model_is_said(problems, tmp_path, capsys):
+    assert evaluate(tmp_path / "nothing", problems) == 2
+    assert "there is no" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert evaluate(tmp_path / "empty", problems) == 2
+    assert "cannot be loaded as a language model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so it is 1,234.", 1234.0),
+        ("#### -5", -5.0),
+        ("3.50 dollars", 3.5),
+        ("2 then 3", 3.0),
+        ("none", None),
+        ("1,2", 2.0),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == number
