@@ -55,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
         from bench import train
 
         run = train.run(device, options.precision, options.train, options.steps, options.quick)
+    elif options.bench == "log":
+        from bench import log
+
+        run = log.run(device, options.steps, options.quick)
     elif options.bench == "plan":
         from bench import plan
 
@@ -124,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     trained.add_argument("--train", nargs="+", default=["lora", "full"], choices=["lora", "full"])
     train = benches.add_parser("train", parents=[common, trained], help="GRPO steps with generation, stock and patched")
     train.add_argument("--steps", type=int, default=4, help="optimizer steps of each run (default: 4)")
+    log = benches.add_parser("log", parents=[common], help="what the run log costs of a step of the demo's toy (CPU)")
+    log.add_argument("--steps", type=int, default=40, help="optimizer steps (default: 40)")
     plan = benches.add_parser("plan", parents=[common], help="the memory plan against what an update takes (CUDA)")
     plan.add_argument("--only", nargs="+", metavar="TEXT", help="settings whose name holds one of these")
     update = benches.add_parser("update", parents=[common, trained], help="a GRPOTrainer's update, stock and patched")

@@ -224,3 +224,10 @@ def test_the_plan_is_set_beside_a_measured_update(tmp_path: Path) -> None:
     assert row["predicted_gb"] > 0 and row["measured_gb"] > 0
     # Tiny layers on a CPU, where attention's blocks count: an order of magnitude, no claim.
     assert 0.3 < row["ratio"] < 3, row
+
+
+def test_what_the_run_log_costs_is_measured_in_a_real_run(tmp_path: Path) -> None:
+    path = tmp_path / "log.json"
+    assert main(["log", "--device", "cpu", "--quick", "--threads", "1", "--steps", "3", "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["lines"] == 3 and 0 < row["log_cpu_s"] < row["step_cpu_s"]

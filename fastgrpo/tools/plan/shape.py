@@ -104,6 +104,8 @@ def read_config(model: str | Path | PretrainedConfig) -> tuple[str, PretrainedCo
             f"model is a {type(model).__name__}; give a folder, a config.json, or a transformers configuration."
         )
     path = Path(model)
+    if not path.exists() and (path.is_absolute() or str(model).startswith(".")):
+        raise ValueError(f"there is no {model}. Give a local folder with a config.json, that file, or numbers.")
     name = (path.parent if path.name == "config.json" else path).resolve().name if path.exists() else str(model)
     try:
         return name, AutoConfig.from_pretrained(str(model), local_files_only=True)

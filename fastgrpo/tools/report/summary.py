@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,9 +195,24 @@ def verdict(summaries: Sequence[RunSummary]) -> str:
         others = ", ".join(f"{name} {value:{form}}" for name, value in ends.items() if name != best)
         if all(value == ends[best] for value in ends.values()):
             return f"{words}: all {ends[best]:{form}}"
-        note = "" if attribute == "pass_at_1_after" else " (comparable only if the reward functions are the same)"
+        note = " (comparable only if the reward functions are the same)"
+        if attribute == "pass_at_1_after":
+            note = _noise(ends, problems.pop())
         return f"best by {words}: {best} with {ends[best]:{form}}; {others}{note}"
     return ""
+
+
+def _noise(rates: dict[str, float], problems: int | None) -> str:
+    """Said where the best is no further from the next than two standard errors of the difference of two shares."""
+    best, second, *_ = sorted(rates.values(), reverse=True)
+    error = math.sqrt((best * (1 - best) + second * (1 - second)) / problems) if problems else 0.0
+    if best - second > 2 * error:
+        return ""
+    return (
+        f" (within the noise of {problems} problems: the standard error of the difference is {error:.1%})"
+        if error
+        else ""
+    )
 
 
 def plan_peak(path: Path) -> float:

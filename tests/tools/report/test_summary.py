@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from contextlib import suppress
 
 import pytest
@@ -100,6 +101,9 @@ def test_the_better_run_is_named_by_pass_at_1_and_else_by_reward(tmp_path):
     runs = [written(tmp_path / str(i), rewards[i], evals[i]) for i in (0, 1)]
     summaries = [summarise(run, name) for run, name in zip(runs, "ab", strict=True)]
     assert verdict(summaries).startswith("best by pass@1 after training: b with 70.0%; a 30.0%")
+    assert "within the noise of 10 problems" in verdict(summaries)
+    many = [dataclasses.replace(summary, pass_at_1_problems=500) for summary in summaries]
+    assert "noise" not in verdict(many)
     plain = [summarise(written(tmp_path / f"p{i}", rewards[i]), name) for i, name in enumerate("ab")]
     assert verdict(plain).startswith("best by mean reward at the end: a with 0.900; b 0.200 (comparable only if")
     assert verdict(plain[:1]) == ""
