@@ -22,6 +22,7 @@ from fastgrpo.tools.demo.tasks import all_sums
 from fastgrpo.tools.demo.toy import toy_model, toy_tokenizer
 from fastgrpo.tools.demo.training import build_trainer, grpo_config
 from fastgrpo.trl.clock import StepClock
+from fastgrpo.trl.metrics import StepMetrics
 from fastgrpo.trl.runlog import RunLogCallback
 
 _COLUMNS = ("CPU ms of a step", "the log's ms", "share", "lines", "bytes a line")
@@ -47,7 +48,7 @@ def run(device: torch.device, steps: int, quick: bool) -> dict[str, Any]:
         config = grpo_config(recipe, steps, 0, Path(folder))
         sums = all_sums(recipe.template, 0)
         trainer = build_trainer(toy_model(tokenizer), tokenizer, sums, recipe, config, recipe.reward, [])
-        with fastgrpo.patch(trainer), _watched(spent):
+        with _watched(spent), fastgrpo.patch(trainer):
             began = time.process_time()
             trainer.train()
             whole = time.process_time() - began
@@ -73,33 +74,33 @@ def run(device: torch.device, steps: int, quick: bool) -> dict[str, Any]:
 
 @contextmanager
 def _watched(spent: list[float]) -> Iterator[None]:
-    """While inside, the processor time of the callback, its lines and their writing, and of the clock's own work is counted."""
-    callbacks = ("on_train_begin", "on_step_begin", "on_step_end", "on_log")
-    own = {name: getattr(RunLogCallback, name) for name in callbacks}
+    """While inside, the processor time of the callbacks, of lines and their writing, and of the clock's own work is counted."""
+    hooks = ("on_train_begin", "on_step_begin", "on_step_end", "on_log")
+    own = [
+        (kind, name, kind.__dict__[name])
+        for kind in (RunLogCallback, StepMetrics)
+        for name in hooks
+        if name in kind.__dict__
+    ]
     timed = StepClock._timed
-    for name, method in own.items():
-        setattr(RunLogCallback, name, _counted(method, spent))
 
-    def with_its_own_cost(self: StepClock, trainer: Any, method: Callable[..., Any], attribute: str | None) -> Any:
-        inside = [0.0]
-        wrapped = timed(self, trainer, _counted(method, inside), attribute)
+    def with_its_own_cost(
+        self: StepClock, trainer: Any, attribute: str | None, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        began, inside = time.process_time(), [0.0]
+        result = timed(self, trainer, attribute, _counted(method, inside), *args, **kwargs)
+        spent[0] += time.process_time() - began - inside[0]
+        return result
 
-        @functools.wraps(wrapped)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            began, inside[0] = time.process_time(), 0.0
-            result = wrapped(*args, **kwargs)
-            spent[0] += time.process_time() - began - inside[0]
-            return result
-
-        return called
-
+    for kind, name, method in own:
+        setattr(kind, name, _counted(method, spent))
     StepClock._timed = with_its_own_cost
     try:
         yield
     finally:
         StepClock._timed = timed
-        for name, method in own.items():
-            setattr(RunLogCallback, name, method)
+        for kind, name, method in own:
+            setattr(kind, name, method)
 
 
 def _counted(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
