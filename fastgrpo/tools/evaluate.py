@@ -50,13 +50,11 @@ class PassAt1:
 
     @property
     def error(self) -> float:
-        """Standard error of `rate` as an estimate for all such problems."""
-        if self.n < 2:
-            return math.nan
+        """Standard error of `rate` as an estimate for all such problems; NaN where all problems went alike, or there is one."""
         rates = [
             sum(self.correct[i : i + self.samples]) / self.samples for i in range(0, len(self.correct), self.samples)
         ]
-        return statistics.stdev(rates) / math.sqrt(self.n)
+        return statistics.stdev(rates) / math.sqrt(self.n) if len(set(rates)) > 1 else math.nan
 
 
 def evaluate_pass_at_1(
