@@ -10,6 +10,7 @@ from fastgrpo.trl.parts import Limits
 
 PACKING_CHOICES = ("auto", "varlen", "left", "none")
 STALE_CHOICES = ("warn", "error", "ignore")
+SYNC_CHOICES = ("auto", "merged", "adapter", "trl")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Options:
             number.
         on_stale: what happens where a batch is used whose weights are not those the algorithm expects, or unknown: `"warn"`,
             `"error"` = `StaleRolloutError` before the update, `"ignore"`.
+        sync: how weights reach vLLM: `"merged"` = into the engine of this process, only what training changes, LoRA merged
+            out of place; `"adapter"` = the LoRA adapter alone, to a server or (built so by `patch_trl`) to the engine;
+            `"trl"` = as TRL does; `"auto"` = the first of these that is possible.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -52,6 +56,7 @@ class Options:
     skip_zero_advantage: bool = False
     run_log: str | Path | bool = True
     on_stale: str = "warn"
+    sync: str = "auto"
 
     def __post_init__(self) -> None:
         self.chunk_plan  # noqa: B018 - raises on bad values
@@ -59,7 +64,7 @@ class Options:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} is {value!r}; give a whole number from 1 on, or None.")
-        for name, choices in (("packing", PACKING_CHOICES), ("on_stale", STALE_CHOICES)):
+        for name, choices in (("packing", PACKING_CHOICES), ("on_stale", STALE_CHOICES), ("sync", SYNC_CHOICES)):
             if getattr(self, name) not in choices:
                 allowed = ", ".join(map(repr, choices))
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {allowed}.")

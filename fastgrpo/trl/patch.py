@@ -47,10 +47,11 @@ from fastgrpo.trl.runlog import LoggedTrain
 from fastgrpo.trl.scoring import Layouts, ScoringMethod
 from fastgrpo.trl.skipping import skipping_obstacle
 from fastgrpo.trl.start import StartLines
+from fastgrpo.trl.sync import WeightSync, choose_sync
 
 logger = logging.getLogger("fastgrpo")
 
-_BACKEND_NOTES = ("packing", "trainer head", "old log-probs")
+_BACKEND_NOTES = ("packing", "trainer head", "old log-probs", "weight sync")
 
 
 @dataclass(eq=False)
@@ -65,6 +66,8 @@ class Patch:
         not_varlen_because: why not as one row without padding; empty where they do.
         finding: what the check at patch time found.
         old_pass_because: why TRL's pass for old log-probs is always made; empty where it is left out when it can be.
+        sync: how weights reach vLLM; None where the trainer does not use it.
+        slow_sync_because: why not a faster way; empty where there is none.
         active: False once unpatched.
     """
 
@@ -74,6 +77,8 @@ class Patch:
     not_varlen_because: str = ""
     finding: Finding = field(default_factory=Finding)
     old_pass_because: str = ""
+    sync: WeightSync | None = field(default=None, repr=False)
+    slow_sync_because: str = ""
     active: bool = True
     callbacks: list[TrainerCallback] = field(default_factory=list, repr=False)
     replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list, repr=False)
@@ -102,6 +107,8 @@ class Patch:
                     "left as it is.",
                     stacklevel=2,
                 )
+        if self.sync is not None:
+            self.sync.close()
         # A new list, since the trainer may be going through the old one: this may be called by a callback.
         callbacks = self.trainer.callback_handler.callbacks
         self.trainer.callback_handler.callbacks = [
@@ -173,6 +180,7 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
         limits=options.limits,
     )
     handle = Patch(trainer, options, old_pass_because=old_pass_obstacle(trainer))
+    handle.sync, handle.slow_sync_because = choose_sync(trainer, options.sync)
     method.handle = handle
     _enter(handle)
     try:
@@ -187,6 +195,11 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     for note in notes_on(trainer, handle.layout != "none", once):
         logger.warning("fastgrpo: %s.", note)
     _replace_methods(handle, method)
+    if handle.slow_sync_because and options.sync == "auto":
+        logger.warning("fastgrpo: how weights reach vLLM: %s, because %s.", handle.sync.words, handle.slow_sync_because)
+    if handle.sync is not None:
+        for owner, name, value in handle.sync.replacements():
+            _replace(handle, owner, name, value)
     if options.run_log is not False:
         _replace(handle, trainer, "train", LoggedTrain(trainer, options))
     clock, freshness = StepClock(), Freshness(trainer, options.on_stale)
@@ -340,3 +353,7 @@ def _show_backends(handle: Patch) -> None:
             else "the loss's own, where the policy cannot move before"
         )
         note_backend("old log-probs", Backend(way, device, handle.old_pass_because))
+    if handle.sync is None:
+        forget_backend("weight sync")
+    else:
+        note_backend("weight sync", Backend(handle.sync.words, device, handle.slow_sync_because))

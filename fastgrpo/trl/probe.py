@@ -75,7 +75,7 @@ def probe(trainer: GRPOTrainer, score_rows: ScoreRows, layouts: list[Layouts]) -
     """
     model = trainer.model
     rejected: dict[str, str] = {}
-    with _undisturbed(model):
+    with undisturbed(model):
         try:
             rows = _rows(model)
             expected = [_stock(trainer, model, row, completion) for row, completion in rows]
@@ -243,7 +243,7 @@ def _embedded(model: torch.nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode and gradients on; modes and random numbers are afterwards what they were."""
     training = [module for module in model.modules() if module.training]
     devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}

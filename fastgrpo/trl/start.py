@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StartLines(TrainerCallback):
-    """Prints `start_lines` to stderr when training starts, on the first process only."""
+    """Prints `start_lines` to stderr when training starts, on the first process only; tells the weight sync that it does."""
 
     def __init__(self, handle: Patch | None) -> None:
         self.handle = handle
@@ -27,6 +27,8 @@ class StartLines(TrainerCallback):
         return StartLines(None)  # the copy's trainer is not patched
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.handle is not None and self.handle.sync is not None:
+            self.handle.sync.begin()
         if state.is_world_process_zero and self.handle is not None:
             print(*start_lines(self.handle), sep="\n", file=sys.stderr, flush=True)
 
@@ -42,7 +44,7 @@ def start_lines(handle: Patch) -> list[str]:
         One line for each.
     """
     trainer = handle.trainer
-    lines = (_device(trainer), _parameters(trainer), _kernels(handle), _rewards(trainer), _rollouts(trainer))
+    lines = (_device(trainer), _parameters(trainer), _kernels(handle), _rewards(trainer), _rollouts(handle))
     return [f"fastgrpo | {line}" for line in lines]
 
 
@@ -100,9 +102,11 @@ def _rewards(trainer: GRPOTrainer) -> str:
     return f"rewards: {', '.join(terms)}"
 
 
-def _rollouts(trainer: GRPOTrainer) -> str:
+def _rollouts(handle: Patch) -> str:
+    trainer = handle.trainer
+    weights = f", weights: {handle.sync.words}" if handle.sync is not None else ""
     size = f"{trainer.num_generations} completions of up to {trainer.max_completion_length} tokens a prompt"
-    return f"rollouts: {rollout_path(trainer)}; {size}"
+    return f"rollouts: {rollout_path(trainer)}{weights}; {size}"
 
 
 def rollout_path(trainer: GRPOTrainer) -> str:

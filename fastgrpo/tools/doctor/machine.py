@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from packaging.version import Version
 
 from fastgrpo.kernels.backends import backends
 from fastgrpo.kernels.library import library_info
+from fastgrpo.rollout.vllm import version_obstacle
 from fastgrpo.tools.doctor.case import Case, Line
 from fastgrpo.trl.compat import UnsupportedError, check_installation
 from fastgrpo.versions import installed_version
@@ -63,26 +63,11 @@ def check_versions(case: Case) -> Iterator[Line]:
     except UnsupportedError as error:
         yield Line("versions", "wrong", str(error), "install a version in that range")
         return
-    if case.settings.get("use_vllm") and case.settings.get("vllm_mode") != "server":
-        wrong = _vllm_obstacle()
-        if wrong:
-            yield Line(
-                "versions", "wrong", wrong, "install a vLLM in the range that this TRL supports, or use_vllm=False"
-            )
-            return
+    wrong = version_obstacle() if case.settings.get("use_vllm") else ""
+    if wrong:
+        yield Line("versions", "wrong", wrong, "install that, or use_vllm=False")
+        return
     yield Line("versions", "ok", ", ".join(f"{name} {number}" for name, number in found.items() if number))
-
-
-def _vllm_obstacle() -> str:
-    from trl.import_utils import is_vllm_available
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        available = is_vllm_available()
-    said = [str(warning.message) for warning in caught if "vLLM" in str(warning.message)]
-    if not available:
-        return "use_vllm is on, and vLLM is not installed"
-    return said[0] if said else ""
 
 
 def check_kernels(case: Case) -> Iterator[Line]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
 import threading
-import warnings
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -81,21 +79,16 @@ def test_a_trl_out_of_range(monkeypatch):
     assert line.status == "wrong" and "trl 1.40.0 is installed" in line.text and "pip install" in line.text
 
 
-def test_vllm_that_is_to_be_used_and_is_not_installed_or_out_of_range(monkeypatch):
-    import_utils = importlib.import_module("trl.import_utils")
-    monkeypatch.setattr(import_utils, "is_vllm_available", lambda: False)
-    colocate = Case(settings={"use_vllm": True})
-    line = only(check_versions(colocate))
-    assert line.status == "wrong" and "vLLM is not installed" in line.text
-    assert only(check_versions(Case(settings={"use_vllm": True, "vllm_mode": "server"}))).status == "ok"
-
-    def out_of_range():
-        warnings.warn("TRL currently supports vLLM versions from 0.22.0 to 0.31.0. You have version 0.1", stacklevel=1)
-        return True
-
-    monkeypatch.setattr(import_utils, "is_vllm_available", out_of_range)
-    line = only(check_versions(colocate))
-    assert line.status == "wrong" and "You have version 0.1" in line.text
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_vllm_that_is_to_be_used_and_is_not_installed_or_out_of_range(monkeypatch, mode):
+    monkeypatch.setattr("fastgrpo.rollout.vllm.vllm_version", lambda: None)
+    case = Case(settings={"use_vllm": True, "vllm_mode": mode})
+    line = only(check_versions(case))
+    assert line.status == "wrong" and "vLLM, which is not installed" in line.text and 'pip install "vllm' in line.text
+    monkeypatch.setattr("fastgrpo.rollout.vllm.vllm_version", lambda: "0.1")
+    line = only(check_versions(case))
+    assert line.status == "wrong" and "vllm 0.1 is installed" in line.text
+    assert only(check_versions(Case())).status == "ok"
 
 
 def test_target_modules_that_match_nothing_with_the_names_that_exist(toy):
