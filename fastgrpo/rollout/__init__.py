@@ -1,1 +1,1 @@
-"""Where completions come from: engines beside the trainer, their weights, and which sampled a batch. Nothing here imports TRL."""
+"""Where completions come from: engines beside the trainer, their weights, and which sampled a batch. Imports no TRL."""

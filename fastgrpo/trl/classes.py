@@ -23,6 +23,7 @@ from fastgrpo.precision import FORCE_FLOAT32, choose_precision, training_device
 from fastgrpo.trl.by_name import reduce_by_name
 from fastgrpo.trl.compat import UnsupportedError
 from fastgrpo.trl.config import Options
+from fastgrpo.trl.engine import fitted_engine
 from fastgrpo.trl.left_alone import is_left_alone, left_alone, plain
 from fastgrpo.trl.patch import patch
 from fastgrpo.trl.sampling import merge_sampling_params
@@ -165,12 +166,11 @@ class GRPOTrainer(TRLTrainer, metaclass=ABCMeta):
             super().__init__(*args, **kwargs)  # raises, with TRL's own words
             raise
         config = _settle_arguments(given.arguments)
-        super().__init__(*given.args[1:], **given.kwargs)
-        options = Options()
-        if isinstance(config, _WithTwins):
-            options = options_of(config)
-            if config.fp16:
-                _raise_masters(self)
+        options = options_of(config) if isinstance(config, _WithTwins) else Options()
+        with fitted_engine(config, options.sync):
+            super().__init__(*given.args[1:], **given.kwargs)
+        if isinstance(config, _WithTwins) and config.fp16:
+            _raise_masters(self)
         try:
             patch(self, options)
         except UnsupportedError as error:

@@ -66,7 +66,6 @@ def vllm_trainer(
     model: Path,
     output: Path,
     lora: LoraConfig | None = None,
-    trainer_class: type[GRPOTrainer] = GRPOTrainer,
     prompts: list[str] = PROMPTS,
     **config: Any,
 ) -> GRPOTrainer:
@@ -94,7 +93,7 @@ def vllm_trainer(
         "seed": 3,
         **config,
     }
-    return trainer_class(
+    return GRPOTrainer(
         model=str(model),
         reward_funcs=many_letters,
         args=GRPOConfig(output_dir=str(output), **settings),

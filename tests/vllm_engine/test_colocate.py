@@ -22,7 +22,6 @@ from cpu_engine import (
 import fastgrpo
 import fastgrpo.trl.sync as sync_module
 from fastgrpo.rollout.weights import engine_weights
-from fastgrpo.trl.engine import fitted_engine
 
 LIMIT = 5e-3
 
@@ -182,21 +181,22 @@ def test_merged_write_knows_rank_stabilised_scaling_patterns_and_untied_heads(tm
 def test_adapter_as_lora_request_is_the_trainer_after_every_step(model, tmp_path, changes):
     trainer = adapter_trainer(model, tmp_path, lora(**changes), max_steps=4)
     before = base_weights(trainer)
-    handle = fastgrpo.patch(trainer, fastgrpo.Options(run_log=False, sync="adapter"))
-    assert handle.sync.route == "adapter"
+    assert fastgrpo.backends()["weight sync"].implementation == "the adapter as a LoRARequest"
     differences = after_every_sync(trainer, lambda: worst_difference(trainer))
     trainer.train()
     assert len(differences) == 4 and max(differences) < LIMIT, differences
     assert all(torch.equal(weight, before[name]) for name, weight in base_weights(trainer).items())
     assert len(trainer.vllm_generation.llm.llm_engine.list_loras()) == 1
-    handle.unpatch()
+    fastgrpo.unpatch(trainer)
+    assert "generate" not in vars(trainer.vllm_generation.llm)
 
 
 def adapter_trainer(model, output, adapter, **config):
-    from trl import GRPOConfig
-
-    with fitted_engine(GRPOConfig(output_dir=str(output), use_vllm=True, use_cpu=True, bf16=False), "adapter"):
-        return vllm_trainer(model, output, adapter, **config)
+    fastgrpo.patch_trl(tuned_defaults=False)
+    try:
+        return vllm_trainer(model, output, adapter, fastgrpo_sync="adapter", fastgrpo_run_log=False, **config)
+    finally:
+        fastgrpo.unpatch_trl()
 
 
 def test_engine_without_lora_cannot_take_an_adapter_and_says_why(model, tmp_path):

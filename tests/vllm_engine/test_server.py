@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 import torch
 from cpu_engine import ROW, after_every_sync, base_weights, lora, save_tiny_model, trainer_logprobs, vllm_trainer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 import fastgrpo
 from fastgrpo.rollout.lora_server import LoraServer
@@ -64,10 +64,9 @@ def server(model, tmp_path_factory):
 
 
 def server_trainer(url, model, output, adapter, sync="auto", **config):
-    config = {"vllm_mode": "server", "vllm_server_base_url": url, **config}
-    args = GRPOConfig(output_dir=str(output), use_vllm=True, use_cpu=True, bf16=False)
-    with fitted_engine(args, sync):
-        return vllm_trainer(model, output, adapter, GRPOTrainer, **config)
+    """As `patch_trl` builds it, but not patched yet."""
+    with fitted_engine(GRPOConfig(output_dir=str(output), use_vllm=True, use_cpu=True, bf16=False), sync):
+        return vllm_trainer(model, output, adapter, vllm_mode="server", vllm_server_base_url=url, **config)
 
 
 def differs(trainer, url, name):
