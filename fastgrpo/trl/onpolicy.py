@@ -95,7 +95,9 @@ class OldLogProbs:
         return True
 
     @torch.no_grad()
-    def complete(self, inputs: dict[str, Any], logprobs: Tensor, rows: Tensor | None = None) -> None:
+    def complete(
+        self, inputs: dict[str, Any], logprobs: Tensor, rows: Tensor | None = None, counts: bool = True
+    ) -> None:
         """
         Gives a micro-batch the sampler's ratio that TRL's loss reads, if it has none.
 
@@ -103,6 +105,7 @@ class OldLogProbs:
             inputs: the micro-batch, changed in place.
             logprobs: `[B, T]` of the loss.
             rows: `[K]` of them that were computed; the others get a ratio of 1. None = all.
+            counts: whether the metrics count it.
         """
         trainer = self.trainer
         if not corrects_sampler(trainer) or _RATIO in inputs or _OLD in inputs:
@@ -124,7 +127,7 @@ class OldLogProbs:
             trainer.vllm_importance_sampling_clip_max,
         )
         tally = self._tallies.get(trainer.model.training)
-        if tally is not None:
+        if tally is not None and counts:
             tally.add(ratio, (logprobs - sampling).abs(), mask.bool(), computed.bool())
 
     def log(self) -> None:

@@ -41,6 +41,7 @@ from fastgrpo.trl.heads import HeadDispatcher
 from fastgrpo.trl.loss import LossMethod
 from fastgrpo.trl.metrics import StepMetrics
 from fastgrpo.trl.onpolicy import GenerationMethod, OldLogProbs, corrects_sampler, old_pass_obstacle
+from fastgrpo.trl.ordering import RowOrder, order_obstacle
 from fastgrpo.trl.parts import check_limits
 from fastgrpo.trl.probe import Finding, probe
 from fastgrpo.trl.runlog import LoggedTrain
@@ -51,7 +52,7 @@ from fastgrpo.trl.sync import WeightSync, choose_sync
 
 logger = logging.getLogger("fastgrpo")
 
-_BACKEND_NOTES = ("packing", "trainer head", "old log-probs", "weight sync")
+_BACKEND_NOTES = ("packing", "trainer head", "old log-probs", "order of rows", "weight sync")
 
 
 @dataclass(eq=False)
@@ -68,6 +69,7 @@ class Patch:
         old_pass_because: why TRL's pass for old log-probs is always made; empty where it is left out when it can be.
         sync: how weights reach vLLM; None where the trainer does not use it.
         slow_sync_because: why not a faster way; empty where there is none.
+        in_place_because: why rows stay in the micro-batches TRL put them in; empty where a group's come together.
         active: False once unpatched.
     """
 
@@ -79,16 +81,20 @@ class Patch:
     old_pass_because: str = ""
     sync: WeightSync | None = field(default=None, repr=False)
     slow_sync_because: str = ""
+    in_place_because: str = ""
     active: bool = True
     callbacks: list[TrainerCallback] = field(default_factory=list, repr=False)
     replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list, repr=False)
     """(owner, attribute, what stands there now, what stood there or None), in the order of replacement."""
     old: OldLogProbs | None = field(default=None, repr=False)
+    order: RowOrder | None = field(default=None, repr=False)
 
     def unpatch(self) -> None:
         """Restores the trainer. A second call does nothing. Something put over the patch since then is left, with a warning."""
         if not self.active:
             return
+        if self.order is not None:
+            self.order.settle()
         if self.old is not None:
             self.old.settle(getattr(self.trainer, SCORING_METHOD))
         self.active = False
@@ -179,7 +185,9 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
         explicit_positions=accepts_position_ids(trainer),
         limits=options.limits,
     )
-    handle = Patch(trainer, options, old_pass_because=old_pass_obstacle(trainer))
+    handle = Patch(
+        trainer, options, old_pass_because=old_pass_obstacle(trainer), in_place_because=order_obstacle(trainer)
+    )
     handle.sync, handle.slow_sync_because = choose_sync(trainer, options.sync)
     method.handle = handle
     _enter(handle)
@@ -249,6 +257,8 @@ def _choose_layout(handle: Patch, method: ScoringMethod, layouts: list[Layouts],
     method.layout = handle.layout = finding.layout
     reasons = obstacles | finding.rejected
     handle.not_varlen_because = reasons.get("varlen", f"packing={wanted!r}") if finding.layout != "varlen" else ""
+    if finding.layout != "varlen" or not handle.options.share_prefix:
+        handle.in_place_because = handle.in_place_because or "prompts are not shared"
     for layout, reason in finding.rejected.items():
         logger.warning("fastgrpo: rows are not packed as %r: %s.", layout, reason)
     if finding.layout == "none" and wanted == "auto":
@@ -262,7 +272,9 @@ def _replace_methods(handle: Patch, method: ScoringMethod) -> None:
     if overrides(trainer, LOSS_METHOD):
         return
     old = OldLogProbs(trainer)
-    _replace(handle, trainer, LOSS_METHOD, LossMethod(trainer, method, old, handle.options.skip_zero_advantage))
+    handle.order = None if handle.in_place_because else RowOrder(trainer, old.window)
+    loss = LossMethod(trainer, method, old, handle.options.skip_zero_advantage, handle.order)
+    _replace(handle, trainer, LOSS_METHOD, loss)
     if not handle.old_pass_because:
         method.old = handle.old = old
         generate = _standing(trainer, GENERATE_METHOD)
@@ -346,6 +358,8 @@ def _show_backends(handle: Patch) -> None:
     device = handle.trainer.args.device.type
     note_backend("packing", Backend(describe_layout(handle), device, handle.not_varlen_because))
     note_backend("trainer head", head_backend(device))
+    order = "as TRL shuffles them" if handle.in_place_because else "groups together within an optimizer step"
+    note_backend("order of rows", Backend(order, device, handle.in_place_because))
     if corrects_sampler(handle.trainer):
         way = (
             "a forward of their own"

@@ -118,6 +118,9 @@ class ScoringMethod:
             return trainer_s_own()
         if self.old is not None and self.old.leave_out(model):
             return input_ids.new_zeros(input_ids.shape[0], logits_to_keep, dtype=torch.float32), None, None
+        if self.loss is not None and self.loss.given is not None:
+            self.loss.scored(*self.loss.given)
+            return *self.loss.given, None
         entropy = self._entropy_mode(compute_entropy)
         # TRL never asks for a row's first token, or for no token; what it would make of that is its own business.
         odd = not 0 < logits_to_keep < input_ids.shape[1]
@@ -127,7 +130,7 @@ class ScoringMethod:
             with head_call(HeadCall(self.plan, entropy)):
                 result = trainer_s_own(LeftPackedForward(model) if packed else model)
             if self.loss is not None:
-                self.loss.scored(result[0])
+                self.loss.scored(*result[:2])
             return result
         with profiling_context(self.trainer, SCORING_METHOD):
             count = input_ids.shape[0]
@@ -147,7 +150,7 @@ class ScoringMethod:
                     scored = attention_mask[:, attention_mask.shape[1] - logits_to_keep :]
                     entropies = kept.spread_entropies(entropies, scored, count)
             if self.loss is not None:
-                self.loss.scored(logprobs)
+                self.loss.scored(logprobs, entropies)
             return logprobs, entropies, torch.stack(aux_losses).mean() if compute_aux_loss else None
 
     def score(

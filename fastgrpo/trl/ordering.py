@@ -1,0 +1,249 @@
+"""Which rows of an optimizer step share a micro-batch: those of one prompt, despite TRL's shuffle.
+
+TRL shuffles a generation batch before it takes it apart, so a prompt would be computed in every micro-batch that has one of
+its completions. Some losses are a sum over tokens, divided by what the generation batch says: there, a step's gradient does
+not depend on which of its micro-batches a row is in. TRL's buffer stays as it is; the loss gets other rows.
+
+Metrics are means over the micro-batches that TRL made. So once a step's rows are scored, TRL's loss runs on each of its own
+micro-batches again, without gradient and with the log-probs at hand, and those metrics count. On every process, what is
+reduced over processes is what it was, in the order it was, only later in the step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, overrides
+
+if TYPE_CHECKING:
+    from fastgrpo.trl.onpolicy import StepWindow
+
+logger = logging.getLogger("fastgrpo")
+
+MicroBatch = dict[str, Any]
+_SUMS = ("dapo", "cispo", "vespo")
+_OF_A_ROW = {
+    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
+    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"),
+}
+_OF_ALL = {"num_items_in_batch"}
+
+
+def order_obstacle(trainer: GRPOTrainer) -> str:
+    """Why rows stay in TRL's micro-batches; empty where they may change places within an optimizer step."""
+    if trainer.args.per_device_train_batch_size == 1:
+        return "a micro-batch has one row"
+    if min(trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation) == 1:
+        return "an optimizer step has all its rows in one micro-batch"
+    if trainer.loss_type not in _SUMS:
+        return f"loss_type={trainer.loss_type!r} is a mean over the rows of a micro-batch"
+    if trainer._entropy_bonus_enabled:
+        return "the entropy bonus is a mean over the tokens of a micro-batch"
+    if trainer.top_entropy_quantile < 1.0:
+        return "top_entropy_quantile compares the entropies of a micro-batch"
+    if trainer.aux_loss_enabled:
+        return "the auxiliary loss is a mean over the tokens of a micro-batch"
+    if trainer._is_vlm:
+        return "prompts with images are not shared"
+    for method in (LOSS_METHOD, SCORING_METHOD, "compute_loss", "training_step", "_prepare_inputs"):
+        if overrides(trainer, method):
+            return f"{type(trainer).__name__} brings its own {method}"
+    return ""
+
+
+class RowOrder:
+    """
+    The rows of a trainer's optimizer steps.
+
+    Args:
+        trainer: whose.
+        window: counts the micro-batches of its steps.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, window: StepWindow) -> None:
+        self.trainer, self.window = trainer, window
+        self._exchange: Exchange | None = None
+        self._said = False
+
+    def find(self, inputs: MicroBatch) -> Exchange | None:
+        """What takes the place of a micro-batch that has begun; None = nothing, its rows are in place."""
+        trainer = self.trainer
+        buffer, place = trainer._buffered_inputs, trainer._step % trainer.args.steps_per_generation
+        if not isinstance(buffer, list) or place >= len(buffer) or buffer[place] is not inputs:
+            return None
+        if self._exchange is None or not self._exchange.continues(buffer, place, trainer.state):
+            count = min(self.window.left() + 1, len(buffer) - place)
+            self._exchange = self._plan(buffer, place, count)
+        self._exchange.begun += 1
+        return self._exchange if self._exchange.made else None
+
+    def settle(self) -> None:
+        """In the middle of a step, TRL gets the rows that the patch would have taken."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None and 0 < len(exchange.scores) < len(exchange.made):
+            exchange.buffer[exchange.first : exchange.first + len(exchange.made)] = exchange.made
+
+    def _plan(self, buffer: list[MicroBatch], first: int, count: int) -> Exchange:
+        stock = buffer[first : first + count]
+        sizes = [len(batch["prompt_ids"]) for batch in stock]
+        unknown = {key for batch in stock for key in batch} - _OF_A_ROW - _OF_ALL
+        if unknown:
+            self._say(f"micro-batches carry {', '.join(sorted(unknown))}, which fastgrpo does not know")
+        if count < 2 or unknown:
+            return Exchange(buffer, first, self.trainer.state, stock)
+        whole = {key: _joined([batch[key] for batch in stock]) for key in stock[0]}
+        prompts = [
+            tuple(ids[mask].tolist())
+            for ids, mask in zip(whole["prompt_ids"].cpu(), whole["prompt_mask"].cpu().bool(), strict=True)
+        ]
+        rows = together(prompts, whole["completion_mask"].sum(1).tolist(), sizes)
+        as_they_are = [part.tolist() for part in torch.arange(sum(sizes)).split(sizes)]
+        if _prompt_tokens(prompts, rows) >= _prompt_tokens(prompts, as_they_are):
+            return Exchange(buffer, first, self.trainer.state, stock)
+        taken = [torch.tensor(part, device=whole["prompt_ids"].device) for part in rows]
+        made = [{key: value[part] if key in _OF_A_ROW else value for key, value in whole.items()} for part in taken]
+        return Exchange(buffer, first, self.trainer.state, stock, made, taken)
+
+    def _say(self, reason: str) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning("fastgrpo: rows stay in the micro-batches that TRL put them in: %s.", reason)
+
+
+class Exchange:
+    """
+    The micro-batches of (a part of) an optimizer step, and what takes their places.
+
+    Args:
+        buffer, first: TRL's list of micro-batches, and which of them is the first.
+        state: of the training, another one in every `train()`.
+        stock: as TRL made them.
+        made: what takes their places; empty = nothing does.
+        rows: of each of `made`, the numbers of its rows in `stock`.
+    """
+
+    def __init__(
+        self,
+        buffer: list[MicroBatch],
+        first: int,
+        state: Any,
+        stock: list[MicroBatch],
+        made: Sequence[MicroBatch] = (),
+        rows: Sequence[Tensor] = (),
+    ) -> None:
+        self.buffer, self.first, self.state, self.stock, self.made, self.rows = buffer, first, state, stock, made, rows
+        self.begun = 0
+        self.scores: list[tuple[Tensor, Tensor]] = []
+
+    def continues(self, buffer: list[MicroBatch], place: int, state: Any) -> bool:
+        """Whether a micro-batch is the next of these."""
+        next_one = self.begun < len(self.stock) and place == self.first + self.begun
+        return next_one and self.buffer is buffer and self.state is state
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """What takes the place of the one that has begun."""
+        return self.made[self.begun - 1]
+
+    def finish(self, logprobs: Tensor, entropies: Tensor) -> list[tuple[MicroBatch, tuple[Tensor, Tensor]]]:
+        """
+        It was scored.
+
+        Args:
+            logprobs, entropies: `[rows, T]`.
+
+        Returns:
+            Of the last one, all of TRL's micro-batches with their log-probs and entropies; before, none.
+        """
+        self.scores.append((logprobs.detach(), entropies.detach()))
+        if len(self.scores) < len(self.made):
+            return []
+        place = torch.cat(self.rows).argsort()
+        sizes = [len(batch["prompt_ids"]) for batch in self.stock]
+        logprobs, entropies = (torch.cat(x)[place].split(sizes) for x in zip(*self.scores, strict=True))
+        return list(zip(self.stock, zip(logprobs, entropies, strict=True), strict=True))
+
+
+def together(prompts: list[tuple[int, ...]], lengths: list[int], sizes: list[int]) -> list[list[int]]:
+    """
+    Micro-batches in which rows of one prompt are together as far as they fit, with token counts near each other.
+
+    Args:
+        prompts: of each row.
+        lengths: of its completion.
+        sizes: rows of each micro-batch.
+
+    Returns:
+        Row numbers of each, ascending.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row in sorted(range(len(prompts)), key=lambda row: -lengths[row]):
+        groups.setdefault(prompts[row], []).append(row)
+
+    def tokens(rows: list[int]) -> int:
+        return sum(lengths[row] for row in rows) + sum(map(len, {prompts[row] for row in rows}))
+
+    parts: list[list[int]] = [[] for _ in sizes]
+    for group in sorted(groups.values(), key=lambda rows: (-len(rows), -tokens(rows))):
+        while group:
+            room = [size - len(part) for size, part in zip(sizes, parts, strict=True)]
+            fitting = [number for number, space in enumerate(room) if space >= len(group)]
+            if fitting:
+                home = min(fitting, key=lambda number: tokens(parts[number]))
+                piece = group
+            else:
+                home = max(range(len(room)), key=lambda number: room[number])
+                # Every so many of a group that is ordered by length, so that its parts are about as long.
+                piece = [group[number * len(group) // room[home]] for number in range(room[home])]
+            parts[home] += piece
+            group = [row for row in group if row not in piece]
+    return [sorted(part) for part in parts]
+
+
+def _prompt_tokens(prompts: list[tuple[int, ...]], parts: list[list[int]]) -> int:
+    return sum(len(prompt) for part in parts for prompt in {prompts[row] for row in part})
+
+
+def _joined(values: list[Any]) -> Any:
+    """One tensor of the rows of all; what all have in common as it is."""
+    first = values[0]
+    if not isinstance(first, Tensor) or first.dim() == 0:
+        return first
+    return torch.cat(values)
+
+
+@contextmanager
+def unseen(trainer: GRPOTrainer) -> Iterator[None]:
+    """While this is open, a trainer's training metrics go nowhere, and nothing is reduced over processes for them."""
+    accelerator, metrics = trainer.accelerator, trainer._metrics["train"]
+    trainer.accelerator, trainer._metrics["train"] = _Alone(accelerator), defaultdict(list)
+    try:
+        yield
+    finally:
+        trainer.accelerator, trainer._metrics["train"] = accelerator, metrics
+
+
+class _Alone:
+    """An accelerator that has this process only."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    gather_for_metrics = gather
+
+    def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
+        return tensor
