@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+from fastgrpo.rollout.policy_version import VERSION_KEY
 from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, overrides
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _SUMS = ("dapo", "cispo", "vespo")
 _OF_A_ROW = {
     *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
     *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"),
+    VERSION_KEY,
 }
 _OF_ALL = {"num_items_in_batch"}
 
@@ -109,7 +111,10 @@ class RowOrder:
         if _prompt_tokens(prompts, rows) >= _prompt_tokens(prompts, as_they_are):
             return Exchange(buffer, first, self.trainer.state, stock)
         taken = [torch.tensor(part, device=whole["prompt_ids"].device) for part in rows]
-        made = [{key: value[part] if key in _OF_A_ROW else value for key, value in whole.items()} for part in taken]
+        made = [
+            {key: value[part.to(value.device)] if key in _OF_A_ROW else value for key, value in whole.items()}
+            for part in taken
+        ]
         return Exchange(buffer, first, self.trainer.state, stock, made, taken)
 
     def _say(self, reason: str) -> None:
