@@ -66,7 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         from bench import update
 
-        run = update.run(device, options.precision, options.train, options.old_pass, rounds, options.quick)
+        run = update.run(
+            device, options.precision, options.train, options.old_pass, rounds, options.quick, options.only
+        )
     report.say(report.describe(run))
     if options.json:
         report.write(options.json, run)
@@ -136,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     update.add_argument(
         "--old-pass", action="store_true", help="num_iterations=2: with the separate pass for old log-probs"
     )
+    update.add_argument("--only", nargs="+", metavar="TEXT", help="workloads whose name holds one of these")
     summary = benches.add_parser("summary", help="runs written with --json, as Markdown, beside stored ones")
     summary.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written with --json")
     summary.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +41,9 @@ class Workload:
         completion_median, completion_spread: of the log-normal completion lengths: tokens, and sigma of the logarithm.
         completion_max: longest completion (`max_completion_length`).
         family: `"llama"` or `"qwen3"`.
-        checkpointing: with and without gradient checkpointing, or one of them.
+        shared: the completions of a prompt have it in common; False = every row has an own prompt of that length.
+        cases: what is measured: (`"lora"` or `"full"`, with gradient checkpointing).
+        reference: whether gradients are also compared with those of an unpatched float32 run, where the precision is another.
     """
 
     name: str
@@ -58,7 +61,9 @@ class Workload:
     completion_spread: float
     completion_max: int
     family: str = "llama"
-    checkpointing: tuple[bool, ...] = (False, True)
+    shared: bool = True
+    cases: tuple[tuple[str, bool], ...] = (("lora", False), ("lora", True), ("full", False), ("full", True))
+    reference: bool = False
 
     def config(self) -> transformers.PretrainedConfig:
         """Of the model."""
@@ -112,10 +117,29 @@ QWEN3_512 = Workload(
     completion_spread=0.8,
     completion_max=1024,
     family="qwen3",
+    cases=(("lora", True), ("lora", False), ("full", True)),
+    reference=True,
 )
+_LORA = (("lora", True),)
 # Without checkpointing, stock needs more memory here than there is.
-QWEN3_2048 = replace(QWEN3_512, name="Qwen3-1.7B, prompts to 2048", prompt_tokens=(1536, 2048), checkpointing=(True,))
-WORKLOADS = {"cpu": (SMOLLM2,), "cuda": (QWEN3_512, QWEN3_2048)}
+QWEN3_2048 = replace(QWEN3_512, name="Qwen3-1.7B, prompts to 2048", prompt_tokens=(1536, 2048), cases=_LORA)
+# TRL's shuffle scatters the completions of a prompt over the micro-batches.
+QWEN3_BY_4, QWEN3_BY_2 = (
+    replace(QWEN3_512, name=f"Qwen3-1.7B, micro-batches of {size}", micro_batch=size, cases=_LORA, reference=False)
+    for size in (4, 2)
+)
+QWEN3_EQUAL = replace(
+    QWEN3_512,
+    name="Qwen3-1.7B, equal lengths, nothing shared",
+    prompt_tokens=(512, 512),
+    completion_median=512,
+    completion_spread=0.0,
+    completion_max=512,
+    shared=False,
+    cases=_LORA,
+    reference=False,
+)
+WORKLOADS = {"cpu": (SMOLLM2,), "cuda": (QWEN3_512, QWEN3_2048, QWEN3_EQUAL, QWEN3_BY_4, QWEN3_BY_2)}
 QUICK = Workload(
     "quick",
     hidden=32,
@@ -131,6 +155,7 @@ QUICK = Workload(
     completion_median=8,
     completion_spread=0.8,
     completion_max=24,
+    reference=True,
 )
 _COLUMNS = (
     "",
@@ -141,12 +166,20 @@ _COLUMNS = (
     "extra MiB",
     "head's MiB",
     "|g - TRL's| / |g|",
+    "|g - fp32's| / |g|",
     "median s (min-max)",
+    "first s",
 )
 
 
 def run(
-    device: torch.device, precision: str, train: list[str], old_pass: bool, rounds: int, quick: bool
+    device: torch.device,
+    precision: str,
+    train: list[str],
+    old_pass: bool,
+    rounds: int,
+    quick: bool,
+    only: list[str] | None = None,
 ) -> dict[str, Any]:
     """
     Measures the update with LoRA and in full, without and with gradient checkpointing, and prints the tables.
@@ -158,6 +191,7 @@ def run(
         old_pass: with the no-grad pass for old log-probs, as `num_iterations=2` needs it.
         rounds: see `interleave`.
         quick: a tiny model, to see that everything works.
+        only: workloads whose name holds one of these; None = all.
 
     Returns:
         The run, see `report.record`.
@@ -171,6 +205,8 @@ def run(
     workloads = (QUICK,) if quick else WORKLOADS.get(device.type, (SMOLLM2,))
     shapes = []
     for workload in workloads:
+        if only is not None and not any(text in workload.name for text in only):
+            continue
         batch = synthetic_batch(workload, device)
         tokens = count_tokens(batch)
         shapes.append({"workload": asdict(workload), "tokens": tokens})
@@ -180,17 +216,18 @@ def run(
             f"{tokens['real']} real ({tokens['padded'] / tokens['real']:.2f}x), {tokens['scored']} of them scored"
         )
         lines: list[dict[str, Any]] = []
-        for kind in train:
-            for checkpointing in workload.checkpointing:
-                name = f"{kind}, {'gradient' if checkpointing else 'no'} checkpointing"
-                if old_pass:
-                    name += ", with old pass"
-                stock, patched = _measure(workload, batch, device, precision, kind, checkpointing, old_pass, rounds)
-                key = f"{workload.name}/{precision}/{name}"
-                ratios[f"{key}/time: fastgrpo over TRL"] = 1 / stock["time_over_fastgrpo"]
-                ratios[f"{key}/memory of the update: fastgrpo over TRL"] = patched["update_mib"] / stock["update_mib"]
-                ratios[f"{key}/memory of the head: fastgrpo over TRL"] = patched["head_mib"] / stock["head_mib"]
-                lines += [{"workload": workload.name, "case": name, **line} for line in (stock, patched)]
+        for kind, checkpointing in workload.cases:
+            if kind not in train:
+                continue
+            name = f"{kind}, {'gradient' if checkpointing else 'no'} checkpointing"
+            if old_pass:
+                name += ", with old pass"
+            stock, patched = _measure(workload, batch, device, precision, kind, checkpointing, old_pass, rounds)
+            key = f"{workload.name}/{precision}/{name}"
+            ratios[f"{key}/time: fastgrpo over TRL"] = 1 / stock["time_over_fastgrpo"]
+            ratios[f"{key}/memory of the update: fastgrpo over TRL"] = patched["update_mib"] / stock["update_mib"]
+            ratios[f"{key}/memory of the head: fastgrpo over TRL"] = patched["head_mib"] / stock["head_mib"]
+            lines += [{"workload": workload.name, "case": name, **line} for line in (stock, patched)]
         title = f"One update: {'old pass, ' if old_pass else ''}loss forward and backward, {precision}"
         report.table(title, _COLUMNS, _cells(lines))
         rows += lines
@@ -222,6 +259,8 @@ def synthetic_batch(workload: Workload, device: torch.device, seed: int = 0) -> 
     ids = torch.randint(2, workload.vocabulary, (count, prompt_width + width), generator=generator)
     prompt_ids = ids[:, :prompt_width].view(workload.prompts, workload.completions, -1)[:, :1]
     prompt_ids = prompt_ids.expand(-1, workload.completions, -1).reshape(count, prompt_width)
+    if not workload.shared:
+        prompt_ids = ids[:, :prompt_width]
     batch = {
         "prompt_ids": prompt_ids * prompt_mask,
         "prompt_mask": prompt_mask,
@@ -365,26 +404,52 @@ def _measure(
             name: build_trainer(workload, batch, device, precision, kind, checkpointing, old_pass, folder)
             for name in (STOCK, PATCHED)
         }
+        started = time.perf_counter()
         fastgrpo.patch(trainers[PATCHED])
+        patch_seconds = time.perf_counter() - started
         runs: dict[str, Callable[[], float]] = {
             name: lambda trainer=trainer: one_update(trainer) for name, trainer in trainers.items()
         }
         lines: dict[str, dict[str, Any]] = {}
         gradients: dict[str, list[Tensor]] = {}
-        for name, update in runs.items():
+        # Patched first: in a fresh process its first update has nothing warmed up for it.
+        for name, update in reversed(runs.items()):
             losses: list[float] = []
+            seconds: list[float] = []
+
+            def first(update=update, losses=losses, seconds=seconds) -> None:
+                started = time.perf_counter()
+                losses.append(update())  # a number, for which the device has been waited
+                seconds.append(time.perf_counter() - started)
+
             # The call that counts memory is also the warm-up.
-            update_bytes = extra_peak_bytes(lambda update=update, losses=losses: losses.append(update()), device)
-            gradients[name] = [p.grad.clone() for p in trainers[name].model.parameters() if p.grad is not None]
-            trainers[name].model.zero_grad(set_to_none=True)
-            lines[name] = {"path": name, "loss": losses[0], "update_mib": update_bytes / MIB}
+            update_bytes = extra_peak_bytes(first, device)
+            gradients[name] = _gradients(trainers[name])
+            lines[name] = {
+                "path": name,
+                "loss": losses[0],
+                "update_mib": update_bytes / MIB,
+                # On a CPU it ran under the profiler that counts memory.
+                "first_seconds": seconds[0] if device.type == "cuda" else None,
+            }
+        lines[PATCHED]["patch_seconds"] = patch_seconds
+        if workload.reference and precision != "float32":
+            exact = build_trainer(workload, batch, device, "float32", kind, checkpointing, old_pass, folder)
+            with torch.no_grad():
+                for to, of in zip(exact.model.parameters(), trainers[STOCK].model.parameters(), strict=True):
+                    to.copy_(of)
+            one_update(exact)
+            reference = _gradients(exact)
+            del exact
+            for name, found in gradients.items():
+                lines[name]["grad_error"] = _distance(found, reference)
+            del reference
         problem = _head_problem(trainers[PATCHED], batch, precision)
         task = "frozen" if kind == "lora" else "trained"
         for name, peer in zip((PATCHED, STOCK), peers(torch.float32), strict=False):
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
                 lines[name]["head_mib"] = extra_peak_bytes(lambda peer=peer: peer.run(problem, task), device) / MIB
-        difference = sum((a - b).double().square().sum() for a, b in zip(*gradients.values(), strict=True)).sqrt()
-        scale = sum(a.double().square().sum() for a in gradients[STOCK]).sqrt()
+        difference = _distance(gradients[PATCHED], gradients[STOCK])
         gradients.clear()
         timings = interleave(runs, rounds, 0, device)
         for name, timing in timings.items():
@@ -393,10 +458,23 @@ def _measure(
                 "cpu_seconds": timing.cpu_seconds,
                 "time_over_fastgrpo": timing.over(timings[PATCHED]),
                 "cpu_time_over_fastgrpo": timing.cpu_over(timings[PATCHED]),
-                "grad_difference": float(difference / scale),
+                "grad_difference": difference,
             }
         fastgrpo.unpatch(trainers[PATCHED])
     return [lines[STOCK], lines[PATCHED]]
+
+
+def _gradients(trainer: trl.GRPOTrainer) -> list[Tensor]:
+    """Those an update has left, taken off the parameters."""
+    found = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    trainer.model.zero_grad(set_to_none=True)
+    return found
+
+
+def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Relative to what is expected, of all gradients together."""
+    difference = sum((a.double() - b.double()).square().sum() for a, b in zip(found, expected, strict=True))
+    return float((difference / sum(b.double().square().sum() for b in expected)).sqrt())
 
 
 def _head_problem(trainer: trl.GRPOTrainer, batch: dict[str, Tensor], precision: str) -> Problem:
@@ -424,6 +502,8 @@ def _cells(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
                 f"{line['update_mib']:.0f}",
                 f"{line['head_mib']:.0f}",
                 "" if line is stock else f"{line['grad_difference']:.1e}",
+                f"{line['grad_error']:.1e}" if "grad_error" in line else "",
                 str(Timing(line["seconds"])),
+                "" if line["first_seconds"] is None else f"{line['first_seconds']:.2f}",
             ]
         yield []

@@ -13,6 +13,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include "cuda/merge.h"
+#include "cuda/rotary.h"
 #include "cuda/row_args.h"
 #include "cuda/scale.h"
 
@@ -41,6 +43,7 @@ const char* name_of(ScalarType type) {
     case ScalarType::BFloat16: return "torch.bfloat16";
     case ScalarType::Int: return "torch.int32";
     case ScalarType::Long: return "torch.int64";
+    case ScalarType::Bool: return "torch.bool";
     default: return "of another dtype";
   }
 }
@@ -351,6 +354,63 @@ void weigh_slopes(const OptionalTensor& grad_logprobs, const Tensor& logprob_slo
                                             static_cast<int>(width), stream));
 }
 
+void merge_attention(const Tensor& out, const Tensor& lse, const Tensor& more, const Tensor& more_lse,
+                     const Tensor& continued, const Tensor& merged_lse) {
+  const char* op = "merge_attention";
+  if (!out.is_cuda()) fail(op, ": out is not on a CUDA device; this op has CUDA kernels only.");
+  if (out.dim() != 3 || out.size(2) % 8 != 0) {
+    fail(op, ": out has shape ", shape_of(out), "; it must be [tokens, heads, width] with a width that 8 divides.");
+  }
+  const GradDtype dtype = grad_dtype_of(op, out);
+  const int device = out.get_device_index();
+  const int64_t tokens = out.size(0), heads = out.size(1), width = out.size(2);
+  if (out.numel() / 8 >= (int64_t{1} << 31)) fail(op, ": out has shape ", shape_of(out), ", which is too large.");
+  void* into = flat(op, out, "out", out, out.scalar_type(), out.numel());
+  const void* from = flat(op, out, "more", more, out.scalar_type(), out.numel());
+  if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(into)) % 16 != 0) {
+    fail(op, ": out and more must start at a multiple of 16 bytes.");
+  }
+  const auto values = [&](const char* name, const Tensor& tensor) {
+    return static_cast<float*>(flat(op, out, name, tensor, ScalarType::Float, tokens * heads));
+  };
+  const auto* marks = static_cast<const bool*>(flat(op, out, "continued", continued, ScalarType::Bool, tokens));
+  const float *first = values("lse", lse), *second = values("more_lse", more_lse);
+  float* total = values("merged_lse", merged_lse);
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = stream_of(op, device);
+  require_success(op, fastgrpo_merge_attention(into, first, from, second, marks, total, dtype, static_cast<int>(tokens),
+                                               static_cast<int>(heads), static_cast<int>(width), stream));
+}
+
+void rotary(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin, const Tensor& out_query,
+            const Tensor& out_key, bool transposed) {
+  const char* op = "rotary";
+  const Tensor& out = out_query;
+  if (!out.is_cuda()) fail(op, ": out_query is not on a CUDA device; this op has CUDA kernels only.");
+  if (out.dim() != 3 || out.size(2) % 16 != 0) {
+    fail(op, ": out_query has shape ", shape_of(out), "; it must be [tokens, heads, width] with a width that 16 divides.");
+  }
+  const int64_t tokens = out.size(0), heads = out.size(1), width = out.size(2);
+  if (key.dim() != 3 || key.size(0) != tokens || key.size(2) != width) {
+    fail(op, ": key has shape ", shape_of(key), " and out_query ", shape_of(out), "; only their heads may differ.");
+  }
+  if ((out.numel() + key.numel()) / 16 >= (int64_t{1} << 31)) fail(op, ": out_query has shape ", shape_of(out), ", which is too large.");
+  const GradDtype dtype = grad_dtype_of(op, out);
+  const int device = out.get_device_index();
+  const auto values = [&](const char* name, const Tensor& tensor, int64_t count) {
+    void* at = flat(op, out, name, tensor, out.scalar_type(), count);
+    if (reinterpret_cast<uintptr_t>(at) % 16 != 0) fail(op, ": ", name, " must start at a multiple of 16 bytes.");
+    return at;
+  };
+  const void *q = values("query", query, out.numel()), *k = values("key", key, key.numel());
+  const void *c = values("cos", cos, tokens * width), *s = values("sin", sin, tokens * width);
+  void *into_q = values("out_query", out, out.numel()), *into_k = values("out_key", out_key, key.numel());
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = stream_of(op, device);
+  require_success(op, fastgrpo_rotary(q, k, c, s, into_q, into_k, dtype, static_cast<int>(tokens), static_cast<int>(heads),
+                                      static_cast<int>(key.size(1)), static_cast<int>(width), transposed, stream));
+}
+
 }  // namespace
 }  // namespace fastgrpo
 
@@ -373,6 +433,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastgrpo, m) {
   m.def(
       "weigh_slopes(Tensor? grad_logprobs, Tensor logprob_slope, Tensor? grad_entropy, Tensor? entropy_slope, "
       "Tensor targets, int vocabulary, Tensor(a!) out) -> ()");
+  m.def(
+      "merge_attention(Tensor(a!) out, Tensor lse, Tensor more, Tensor more_lse, Tensor continued, "
+      "Tensor(b!) merged_lse) -> ()");
+  m.def(
+      "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, Tensor(a!) out_query, Tensor(b!) out_key, "
+      "bool transposed) -> ()");
 }
 
 // For every device, so that a tensor on the wrong one meets the checks above.
@@ -382,4 +448,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastgrpo, CompositeExplicitAutograd, m) {
   m.impl("row_grad", TORCH_BOX(&fastgrpo::row_grad));
   m.impl("scale_round", TORCH_BOX(&fastgrpo::scale_round));
   m.impl("weigh_slopes", TORCH_BOX(&fastgrpo::weigh_slopes));
+  m.impl("merge_attention", TORCH_BOX(&fastgrpo::merge_attention));
+  m.impl("rotary", TORCH_BOX(&fastgrpo::rotary));
 }

@@ -10,13 +10,15 @@ at a time, and the backward pass computes it again from the saved log-sum-exps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastgrpo.kernels.flash import flash_backward, flash_forward, flash_obstacle
+from fastgrpo.checks import refuse_second_derivatives
+from fastgrpo.kernels.flash import Bounds, flash_backward, flash_forward, flash_obstacle
 
 # Bytes of float32 scores alive at once.
 _SCORE_BYTES = 32 * 2**20
@@ -38,7 +40,7 @@ def segment_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segments: list[Segment],
+    segments: Sequence[Segment],
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
@@ -66,6 +68,15 @@ def segment_attention(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit: [A, N, D], "
             "[K, N, D] and [K, N, E] with K a divisor of A."
         )
+    bounds = _bounds(tuple(segments), tokens)
+    if torch.compiler.is_compiling():
+        return segment_attention_op(query, key, value, list(bounds), scale, softcap, window)[0]
+    # The op does the same, but a call of it costs the processor ten times as much.
+    return _SegmentAttention.apply(query, key, value, bounds, scale, softcap, window)
+
+
+@lru_cache(maxsize=64)
+def _bounds(segments: tuple[Segment, ...], tokens: int) -> Bounds:
     for segment in segments:
         start, stop, prefix_start, prefix_stop = segment
         if not (
@@ -74,8 +85,21 @@ def segment_attention(
             and (prefix_stop <= start or prefix_start == prefix_stop)
         ):
             raise ValueError(f"{segment} does not lie in {tokens} tokens with its prefix before it.")
-    flat = [bound for segment in segments for bound in segment]
-    return segment_attention_op(query, key, value, flat, scale, softcap, window)[0]
+    return tuple(bound for segment in segments for bound in segment)
+
+
+class _SegmentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, *options):
+        out, lse = _attend(query, key, value, *options)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        refuse_second_derivatives("fastgrpo's attention")
+        return *_attend_backward(grad_out, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
 @torch.library.custom_op("fastgrpo::segment_attention", mutates_args=())
@@ -94,6 +118,18 @@ def segment_attention_op(
     Returns:
         `[N, A, E]` and the log-sum-exps of the scores `[A, N]` in fp32 (fp64).
     """
+    return _attend(query, key, value, tuple(segments), scale, softcap, window)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Bounds,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
     if not flash_obstacle(query, value, segments, softcap, window):
         return flash_forward(query, key, value, segments, scale, window)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -103,7 +139,7 @@ def segment_attention_op(
     lse = query.new_zeros(tokens + 1, heads, dtype=dtype)
     shape = _Heads(heads, key.shape[0])
     with torch.autocast(query.device.type, enabled=False):
-        for tile in _tiles(tuple(segments), tokens, heads, window, query.device):
+        for tile in _tiles(segments, tokens, heads, window, query.device):
             scores = _scores(shape.queries_of(query, tile).to(dtype), key, tile, shape, scale, softcap)
             peak = scores.amax(-1, keepdim=True)
             mass = scores.sub_(peak).exp_()
@@ -135,6 +171,21 @@ def segment_attention_backward_op(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value in their dtypes; those of a shared prefix are summed in fp32 in a fixed order."""
+    return _attend_backward(grad_out, query, key, value, out, lse, tuple(segments), scale, softcap, window)
+
+
+def _attend_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Bounds,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     if not flash_obstacle(query, value, segments, softcap, window):
         return flash_backward(grad_out, query, key, value, out, lse, segments, scale, window)
     heads, tokens, _ = query.shape
@@ -144,7 +195,7 @@ def segment_attention_backward_op(
     grad_key, grad_value = (x.new_zeros(tokens, x.shape[0], x.shape[2], dtype=lse.dtype) for x in (key, value))
     with torch.autocast(query.device.type, enabled=False):
         drift = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
-        for tile in _tiles(tuple(segments), tokens, heads, window, query.device):
+        for tile in _tiles(segments, tokens, heads, window, query.device):
             rows = shape.queries_of(query, tile).to(lse.dtype)
             # Padding has the mass exp(-inf) and so no gradient, whatever it reads.
             row_lse = shape.queries_of(lse.unsqueeze(-1), tile, fill=float("inf"))
@@ -230,7 +281,7 @@ class _Block(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _tiles(bounds: tuple[int, ...], tokens: int, heads: int, window: int | None, device: torch.device) -> list[_Tile]:
+def _tiles(bounds: Bounds, tokens: int, heads: int, window: int | None, device: torch.device) -> list[_Tile]:
     """The same for every layer of a model and for its backward pass, so made once."""
     area = max(_SCORE_BYTES // (4 * heads), 1)
     blocks = sorted(_blocks(bounds, area, window), key=lambda block: (block.width, block.rows))
@@ -248,7 +299,7 @@ def _tiles(bounds: tuple[int, ...], tokens: int, heads: int, window: int | None,
     return [_tile(tile, tokens, window, device) for tile in tiles]
 
 
-def _blocks(bounds: tuple[int, ...], area: int, window: int | None) -> list[_Block]:
+def _blocks(bounds: Bounds, area: int, window: int | None) -> list[_Block]:
     blocks = []
     for segment in (Segment(*bounds[at : at + 4]) for at in range(0, len(bounds), 4)):
         whole = segment.prefix_stop - segment.prefix_start + segment.stop - segment.start

@@ -49,3 +49,11 @@ def refuse_forward_mode(*values: Tensor | None) -> None:
                 "fastgrpo's head has reverse-mode derivatives only, and a forward-mode one was asked for (torch.func.jvp, "
                 "torch.autograd.forward_ad). Use torch.autograd.grad, or torch.log_softmax over full logits."
             )
+
+
+def refuse_second_derivatives(what: str) -> None:
+    """Raises `RuntimeError` in the backward pass of an autograd function where a derivative of it is asked for."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{what} is differentiable once, and a second derivative was asked for (create_graph=True, or a hessian)."
+        )

@@ -33,11 +33,12 @@ def why_reference(device_type: str, compute_dtype: torch.dtype, trains: bool) ->
         return f"the kernels serve 16-bit products, not {str(compute_dtype).removeprefix('torch.')}"
     if compute_dtype == torch.float16 and trains:
         return "float16 gradients of a head that trains would underflow"
-    return _why_no_library()
+    return why_no_library()
 
 
 @torch.compiler.assume_constant_result
-def _why_no_library() -> str:
+def why_no_library() -> str:
+    """Why the library's ops do not serve CUDA tensors; empty where they do."""
     if torch.version.hip is not None:
         return "the library's ops are built for CUDA only"
     return library_info().reason

@@ -29,7 +29,7 @@ _UNKNOWN_TERMS = ("s_aux", "position_bias", "bias", "head_mask")
 class Layout:
     """Segments of the row a forward runs on, and the windows of the attention layers that have asked for them."""
 
-    segments: list[Segment]
+    segments: tuple[Segment, ...]
     windows: list[int | None] = field(default_factory=list)
 
 
@@ -112,9 +112,9 @@ class AttentionDispatcher(_Dispatcher):
         layout.windows.append(kwargs.get("sliding_window"))
         scale = kwargs.get("scaling")
         out = segment_attention(
-            query[0],
-            key[0],
-            value[0],
+            query.squeeze(0),
+            key.squeeze(0),
+            value.squeeze(0),
             layout.segments,
             query.shape[-1] ** -0.5 if scale is None else scale,
             softcap=kwargs.get("softcap"),

@@ -14,6 +14,7 @@ import trl
 import trl.trainer.utils as trl_utils
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 
@@ -158,6 +159,9 @@ def stock_method(trainer: GRPOTrainer, memo: dict[int, Any], method: str) -> Any
 
 def attention_of(model: torch.nn.Module, trainer: GRPOTrainer) -> str | None:
     """The attention implementation of a model, as it is now."""
+    config = getattr(model, "config", None)
+    if isinstance(config, PreTrainedConfig):  # not wrapped; to unwrap it, accelerate would walk through all its modules
+        return config.get_text_config()._attn_implementation
     return base_model(trainer.accelerator.unwrap_model(model)).config.get_text_config()._attn_implementation
 
 

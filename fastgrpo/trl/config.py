@@ -32,6 +32,7 @@ class Options:
         share_prefix: with `"varlen"`, a prompt that several completions continue is computed once.
         skip_zero_advantage: rows with an advantage of 0, or with nothing in their loss mask, stay out of the gradient
             forward. Loss and gradients stay the same; `entropy`, a metric, becomes the mean over the other rows.
+        fused_layers: LoRA layers, RMS norms and rotary embeddings run as one function each while log-probs are computed.
         run_log: where every `train()` writes its run log: True = `log.jsonl` in the trainer's output folder, a path = that
             `.jsonl` file or `log.jsonl` in that folder, False = nowhere. A log that is there is kept; the new one gets a
             number.
@@ -54,6 +55,7 @@ class Options:
     packing: str = "auto"
     share_prefix: bool = True
     skip_zero_advantage: bool = False
+    fused_layers: bool = True
     run_log: str | Path | bool = True
     on_stale: str = "warn"
     sync: str = "auto"
@@ -68,7 +70,7 @@ class Options:
             if getattr(self, name) not in choices:
                 allowed = ", ".join(map(repr, choices))
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {allowed}.")
-        for name in ("share_prefix", "skip_zero_advantage"):
+        for name in ("share_prefix", "skip_zero_advantage", "fused_layers"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
         if not isinstance(self.run_log, str | Path | bool) or self.run_log == "":

@@ -38,6 +38,7 @@ from fastgrpo.trl.compat import (
 from fastgrpo.trl.config import Options
 from fastgrpo.trl.freshness import Freshness
 from fastgrpo.trl.heads import HeadDispatcher
+from fastgrpo.trl.layers import install_layers, remove_layers
 from fastgrpo.trl.loss import LossMethod
 from fastgrpo.trl.metrics import StepMetrics
 from fastgrpo.trl.onpolicy import GenerationMethod, OldLogProbs, corrects_sampler, old_pass_obstacle
@@ -184,6 +185,7 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
         share_prefix=options.share_prefix,
         explicit_positions=accepts_position_ids(trainer),
         limits=options.limits,
+        fuse=options.fused_layers and not trainer.args.torch_compile,
     )
     handle = Patch(
         trainer, options, old_pass_because=old_pass_obstacle(trainer), in_place_because=order_obstacle(trainer)
@@ -195,6 +197,8 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
         if "varlen" in layouts:
             for model in models_of(trainer):
                 install_attention(model.config.get_text_config()._attn_implementation)
+        if method.fused.enabled:
+            install_layers(models_of(trainer))
         _choose_layout(handle, method, layouts, obstacles)
     except BaseException:
         handle.unpatch()
@@ -237,7 +241,14 @@ def _obstacles(trainer: GRPOTrainer, options: Options) -> dict[Layouts, str]:
 
 def _choose_layout(handle: Patch, method: ScoringMethod, layouts: list[Layouts], obstacles: dict[Layouts, str]) -> None:
     """Checks the head and the layouts against the model itself, and takes the first layout that agrees."""
-    handle.finding = finding = probe(handle.trainer, method.score, layouts)
+    finding = probe(handle.trainer, method.score, layouts)
+    if finding.head and method.fused.enabled:
+        method.fused.enabled = False
+        unfused = probe(handle.trainer, method.score, layouts)
+        if not unfused.head:
+            logger.warning("fastgrpo: layers run their own forward, as with fused_layers=False: %s.", finding.head)
+            finding = unfused
+    handle.finding = finding
     if finding.skipped:
         logger.warning(
             "fastgrpo: patched without a check against the model's own forward, which raised %s", finding.skipped
@@ -342,6 +353,7 @@ def _restore_if_unused() -> None:
     if isinstance(present, HeadDispatcher):
         setattr(trl_utils, HEAD_NAME, present.original)
     remove_attention()
+    remove_layers()
     for name in _BACKEND_NOTES:
         forget_backend(name)
 

@@ -29,6 +29,7 @@ from fastgrpo.trl.compat import (
 )
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
 from fastgrpo.trl.images import LeftPackedForward
+from fastgrpo.trl.layers import FusedLayers
 from fastgrpo.trl.parts import Limits, score_in_parts
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class ScoringMethod:
         share_prefix: with `"varlen"`, compute a prompt once for its completions.
         explicit_positions: pass `position_ids`, for models that take them.
         limits: what may be alive at once.
+        fuse: run LoRA layers, norms and rotary embeddings as one function each.
     """
 
     def __init__(
@@ -62,9 +64,10 @@ class ScoringMethod:
         share_prefix: bool,
         explicit_positions: bool,
         limits: Limits,
+        fuse: bool,
     ) -> None:
         self.trainer, self.plan, self.explicit_positions, self.limits = trainer, plan, explicit_positions, limits
-        self.layout, self.share_prefix = layout, share_prefix
+        self.layout, self.share_prefix, self.fused = layout, share_prefix, FusedLayers(fuse)
         self.handle: Patch | None = None
         self.old: OldLogProbs | None = None
         self.loss: LossPass | None = None
@@ -127,7 +130,7 @@ class ScoringMethod:
         pictured = any(value is not None for value in model_inputs.values())
         if odd or self._own_method or pictured:
             packed = pictured and self.layout != "none" and not (odd or self._own_method)
-            with head_call(HeadCall(self.plan, entropy)):
+            with head_call(HeadCall(self.plan, entropy)), self.fused.in_use():
                 result = trainer_s_own(LeftPackedForward(model) if packed else model)
             if self.loss is not None:
                 self.loss.scored(*result[:2])
@@ -224,7 +227,8 @@ class ScoringMethod:
             layout = "none"
         score = {"varlen": self._score_varlen, "left": self._score_left, "none": self._score_padded}[layout]
         inputs = {"output_router_logits": True} if compute_aux_loss else {}
-        logprobs, entropies, aux_loss = score(model, input_ids, attention_mask, scored, entropy, inputs)
+        with self.fused.in_use():
+            logprobs, entropies, aux_loss = score(model, input_ids, attention_mask, scored, entropy, inputs)
         last = slice(input_ids.shape[1] - logits_to_keep, None)
         return (
             logprobs[:, last],
@@ -278,7 +282,7 @@ class ScoringMethod:
         prompts = ((attention_mask != 0) & ~scored).sum(1)
         # The router's loss counts every token of every row, so a shared prompt would count once instead of G times.
         packed = pack(input_ids, attention_mask, prompts, self.share_prefix and not inputs)
-        layout = Layout(packed.segments)
+        layout = Layout(tuple(packed.segments))
         inputs |= {"input_ids": packed.tokens, "position_ids": packed.position_ids, LAYOUT_ARGUMENT: layout}
         call = HeadCall(self.plan, entropy, input_ids[scored], packed.previous()[scored])
         with without_masks():

@@ -40,7 +40,7 @@ def inputs(segments, dtype, heads=(8, 2), width=64):
 def test_output_and_gradients_are_float64_s_up_to_one_rounding(layout, heads, width, dtype):
     segments = LAYOUTS[layout]
     leaves = inputs(segments, dtype, heads, width)
-    flat = [bound for segment in segments for bound in segment]
+    flat = tuple(bound for segment in segments for bound in segment)
     assert flash_obstacle(leaves[0], leaves[2], flat, None, None) == ""
     exact = [x.detach().double().cpu().requires_grad_() for x in leaves]
     ours = segment_attention(*leaves, segments, width**-0.5)
@@ -56,7 +56,7 @@ def test_output_and_gradients_are_float64_s_up_to_one_rounding(layout, heads, wi
 def test_a_window_over_rows_without_prefixes():
     segments = LAYOUTS["apart"]
     leaves = inputs(segments, torch.bfloat16)
-    flat = [bound for segment in segments for bound in segment]
+    flat = tuple(bound for segment in segments for bound in segment)
     assert flash_obstacle(leaves[0], leaves[2], flat, None, 16) == ""
     truth = attention_alone(*(x.detach().double().cpu() for x in leaves), segments, 0.1, None, 16)
     ours = segment_attention(*leaves, segments, 0.1, window=16)
@@ -66,7 +66,7 @@ def test_a_window_over_rows_without_prefixes():
 @pytest.mark.parametrize(("softcap", "window"), [(5.0, None), (None, 16)])
 def test_what_the_flash_kernels_cannot_do_is_done_in_blocks(softcap, window):
     leaves = inputs(SHARED, torch.bfloat16)
-    flat = [bound for segment in SHARED for bound in segment]
+    flat = tuple(bound for segment in SHARED for bound in segment)
     assert flash_obstacle(leaves[0], leaves[2], flat, softcap, window)
     exact = [x.detach().double().cpu().requires_grad_() for x in leaves]
     ours = segment_attention(*leaves, SHARED, 0.1, softcap, window)

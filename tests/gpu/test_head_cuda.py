@@ -128,7 +128,7 @@ def test_kernels_and_reference_agree(monkeypatch, frozen, options):
     grads = torch.randn(700, device="cuda"), 0.1 * torch.randn(700, device="cuda")
     results = []
     for reason in ("", "for this test"):
-        monkeypatch.setattr(select, "_why_no_library", lambda reason=reason: reason)
+        monkeypatch.setattr(select, "why_no_library", lambda reason=reason: reason)
         leaves = [x.clone().requires_grad_(x is hidden or not frozen) for x in (hidden, weight, bias)]
         # Small enough for several chunks, and for several batches of chunks.
         out = linear_logprob(
@@ -158,7 +158,7 @@ def test_the_fused_loss_in_bfloat16_agrees_with_the_reference(monkeypatch, froze
         old = None
     results = []
     for reason in ("", "for this test"):
-        monkeypatch.setattr(select, "_why_no_library", lambda reason=reason: reason)
+        monkeypatch.setattr(select, "why_no_library", lambda reason=reason: reason)
         leaf, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
         loss, stats = linear_grpo_loss(
             leaf, head, targets, segments, advantages, objective, old_logprobs=old, ref_logprobs=base, loss_mask=mask,

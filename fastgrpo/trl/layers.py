@@ -1,0 +1,284 @@
+"""Layers of a scored model that run as one function: LoRA layers of PEFT, RMS norms and rotary embeddings of transformers.
+
+While some trainer is patched, a dispatcher stands as `forward` of the layers' classes, and in the place of the function that
+rotates queries and keys. It computes the fused form while `FusedLayers` of a trainer are in use, where that gives what the
+original gives, and calls the original everywhere else: in generation, for other trainers, for adapters that are more than two
+plain matrices. Nothing is set on a layer, so copies, checkpoints and merges know nothing of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from types import CodeType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastgrpo.lora import Adapted, lora_linear
+from fastgrpo.rotary import rotary
+
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+Fused = Callable[[Tensor], Tensor]
+"""What computes a layer's output. It must not hold the layer, which would never be freed."""
+
+
+class FusedLayers:
+    """
+    The layers of one trainer, and copies of its adapters in the dtype of autocast.
+
+    Args:
+        enabled: False = every layer runs its own forward.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._copies: WeakKeyDictionary[nn.Module, _Copy] = WeakKeyDictionary()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """
+        While this is open, layers with a dispatcher run as one function where they can; so does their second forward.
+
+        Adapters are copied here, all in one go, and must not change until the backward pass is over.
+        """
+        if not self.enabled:
+            yield
+            return
+        copies = list(self._copies.values())
+        if copies:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [part for copy in copies for part in (copy.down, copy.up)],
+                    [part for copy in copies for part in copy.source],
+                )
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def copied(self, layer: nn.Module, source: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A and B of a layer in a dtype."""
+        if source[0].dtype == source[1].dtype == dtype:
+            return source
+        copy = self._copies.get(layer)
+        if copy is None or not copy.is_of(source, dtype):
+            with torch.inference_mode(False), torch.no_grad():
+                copy = self._copies[layer] = _Copy(source, *(part.to(dtype, copy=True) for part in source))
+        return copy.down, copy.up
+
+
+class _Copy(NamedTuple):
+    source: tuple[Tensor, Tensor]
+    down: Tensor
+    up: Tensor
+
+    def is_of(self, source: tuple[Tensor, Tensor], dtype: torch.dtype) -> bool:
+        down, up = source
+        same = self.source[0] is down and self.source[1] is up and self.down.dtype == dtype
+        return same and self.down.device == down.device and self.down.shape == down.shape and self.up.shape == up.shape
+
+
+_current: ContextVar[FusedLayers | None] = ContextVar("fastgrpo_fused_layers", default=None)
+# What computed a layer's last forward, so that gradient checkpointing, which runs it again, meets the same function.
+_last: WeakKeyDictionary[nn.Module, Fused] = WeakKeyDictionary()
+# Cosines that a fused forward was given, which its second forward is given again.
+_rotated_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_installed: set[tuple[Any, str]] = set()
+
+
+def install_layers(models: Iterable[nn.Module]) -> None:
+    """Puts dispatchers where these models look their layers' functions up; a second call does nothing."""
+    for kind in {type(module) for model in models for module in model.modules()}:
+        own = kind.__dict__.get("forward")
+        if kind is LoraLinear:
+            _install(kind, "forward", _layer_dispatcher(kind, own, _lora))
+        elif _does_as(own, _rms_norm_of_transformers):
+            _install(kind, "forward", _layer_dispatcher(kind, own, _rms_norm))
+        home = sys.modules.get(kind.__module__)
+        rotate, half = (getattr(home, name, None) for name in ("apply_rotary_pos_emb", "rotate_half"))
+        if _does_as(rotate, _rotary_of_transformers) and _does_as(half, _half_of_transformers):
+            _install(home, "apply_rotary_pos_emb", _rotary_dispatcher(rotate))
+
+
+def remove_layers() -> None:
+    """Takes every `install_layers` back. What something else has put over a dispatcher since stays."""
+    while _installed:
+        owner, name = _installed.pop()
+        original = getattr(owner.__dict__.get(name), "fastgrpo_original", None)
+        if original is not None:
+            setattr(owner, name, original)
+    _last.clear()
+
+
+def _install(owner: Any, name: str, dispatcher: Callable) -> None:
+    if not hasattr(dispatcher.fastgrpo_original, "fastgrpo_original"):
+        setattr(owner, name, dispatcher)
+        _installed.add((owner, name))
+
+
+def _layer_dispatcher(
+    kind: type[nn.Module], original: Callable, fuse: Callable[[Any, Tensor, FusedLayers], Fused | None]
+) -> Callable:
+    @wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # somebody else's model; ours are not compiled
+            return original(self, *args, **kwargs)
+        fused = None
+        layers = _current.get()
+        if layers is not None:
+            if type(self) is kind and len(args) == 1 and not kwargs:
+                fused = fuse(self, args[0], layers)
+        elif torch._C._current_graph_task_id() != -1:  # inside a backward pass: a second forward
+            fused = _last.get(self)
+        elif not torch.is_grad_enabled():  # no backward pass follows: generation, for example
+            return original(self, *args, **kwargs)
+        if fused is None:
+            # A reference is the policy without its adapters, and may come between the policy's forward and backward pass.
+            if torch.is_grad_enabled() or not getattr(self, "disable_adapters", False):
+                _last.pop(self, None)
+            return original(self, *args, **kwargs)
+        _last[self] = fused
+        return fused(args[0])
+
+    forward.fastgrpo_original = original
+    return forward
+
+
+def _lora(layer: LoraLinear, x: Tensor, layers: FusedLayers) -> Fused | None:
+    """None where the layer is not one plain adapter on one plain frozen linear layer."""
+    active = layer.active_adapters
+    if layer.disable_adapters or layer.merged or len(active) != 1 or active[0] in layer.lora_variant:
+        return None
+    name, parts = active[0], layer._modules
+    base, down, up = parts["base_layer"], parts["lora_A"]._modules.get(name), parts["lora_B"]._modules.get(name)
+    if not (_is_plain(base) and _is_plain(down) and _is_plain(up)):
+        return None
+    if not _does_nothing(parts["lora_dropout"]._modules.get(name)) or nn.modules.module._has_any_global_hook():
+        return None
+    # By the dictionaries: this is asked for every layer and pass, and a module's attributes cost as much as a small kernel.
+    weight, bias, a, b = (
+        base._parameters["weight"],
+        base._parameters["bias"],
+        *(x._parameters["weight"] for x in (down, up)),
+    )
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        return None
+    if down._parameters["bias"] is not None or up._parameters["bias"] is not None:
+        return None
+    dtype = _compute_dtype(x, weight, a, b)
+    if dtype is None:
+        return None
+    adapted = Adapted(weight, bias, *layers.copied(layer, (a, b), dtype), layer.scaling[name])
+    return lambda x: lora_linear(x, adapted, a, b)
+
+
+def _is_plain(linear: nn.Module | None) -> bool:
+    return (
+        type(linear) is nn.Linear
+        and type(linear._parameters.get("weight")) is nn.Parameter
+        and linear._parameters.keys() == {"weight", "bias"}
+        and _runs_only_its_forward(linear)
+    )
+
+
+def _does_nothing(dropout: nn.Module | None) -> bool:
+    idle = type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and dropout.p == 0)
+    return idle and _runs_only_its_forward(dropout)
+
+
+def _runs_only_its_forward(module: nn.Module) -> bool:
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def _compute_dtype(x: Tensor, weight: Tensor, down: Tensor, up: Tensor) -> torch.dtype | None:
+    """Of the layer's products; None where its own forward would mix dtypes, or devices."""
+    if not x.device == weight.device == down.device == up.device:
+        return None
+    device, dtypes = x.device.type, {x.dtype, weight.dtype, down.dtype, up.dtype}
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device) if dtypes <= _FLOATS else None
+    return x.dtype if len(dtypes) == 1 and x.is_floating_point() else None
+
+
+def _rms_norm(layer: Any, x: Tensor, layers: FusedLayers) -> Fused:
+    weight, epsilon = layer.weight, layer.variance_epsilon
+    if weight.dtype == x.dtype:
+        return lambda x: torch._fused_rms_norm(x, weight.shape, weight, epsilon)[0]
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return lambda x: torch._fused_rms_norm(x.to(dtype), weight.shape, weight.to(dtype), epsilon)[0]
+
+
+def _rotary_dispatcher(original: Callable) -> Callable:
+    @wraps(original)
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(q, k, cos, sin, *args, **kwargs)
+        fused = _current.get() is not None or (torch._C._current_graph_task_id() != -1 and cos in _rotated_by)
+        if not fused or args or kwargs or not _can_be_rotated(q, k, cos, sin):
+            return original(q, k, cos, sin, *args, **kwargs)
+        _rotated_by[cos] = True
+        return rotary(q, k, cos, sin)
+
+    apply_rotary_pos_emb.fastgrpo_original = original
+    return apply_rotary_pos_emb
+
+
+def _can_be_rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    batch, _, tokens, width = query.shape
+    return (
+        cos.shape == sin.shape == (batch, tokens, width)
+        and (key.shape[0], *key.shape[2:]) == (batch, tokens, width)
+        and width % 2 == 0
+        and query.dtype == key.dtype == cos.dtype == sin.dtype
+        and query.device == key.device == cos.device == sin.device
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+
+
+def _does_as(function: Any, known: Callable) -> bool:
+    """Whether a function has the code of one of transformers' that many of its models share."""
+    code = getattr(function, "__code__", None)
+    return code is not None and _meaning(code) == _meaning(known.__code__)
+
+
+def _meaning(code: CodeType) -> tuple[Any, ...]:
+    return code.co_code, code.co_names, [value for value in code.co_consts if not isinstance(value, str)]
+
+
+def _rms_norm_of_transformers(self, hidden_states):
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden_states.to(input_dtype)
+
+
+def _rotary_of_transformers(q, k, cos, sin, unsqueeze_dim=1):
+    """Has a docstring as theirs has, which counts among the constants."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)  # noqa: F821 - compared, never called
+    k_embed = (k * cos) + (rotate_half(k) * sin)  # noqa: F821
+    return q_embed, k_embed
+
+
+def _half_of_transformers(x):
+    """See above."""
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
