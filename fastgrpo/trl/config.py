@@ -33,6 +33,9 @@ class Options:
         skip_zero_advantage: rows with an advantage of 0, or with nothing in their loss mask, stay out of the gradient
             forward. Loss and gradients stay the same; `entropy`, a metric, becomes the mean over the other rows.
         fused_layers: LoRA layers, RMS norms and rotary embeddings run as one function each while log-probs are computed.
+        offload_activations: inputs of layers, and whatever else is kept for the backward pass, wait for it in pinned host
+            memory; mini-batches are kept there too instead of computed again. Needs gradient checkpointing. On a CPU
+            nothing changes.
         run_log: where every `train()` writes its run log: True = `log.jsonl` in the trainer's output folder, a path = that
             `.jsonl` file or `log.jsonl` in that folder, False = nowhere. A log that is there is kept; the new one gets a
             number.
@@ -56,6 +59,7 @@ class Options:
     share_prefix: bool = True
     skip_zero_advantage: bool = False
     fused_layers: bool = True
+    offload_activations: bool = False
     run_log: str | Path | bool = True
     on_stale: str = "warn"
     sync: str = "auto"
@@ -70,7 +74,7 @@ class Options:
             if getattr(self, name) not in choices:
                 allowed = ", ".join(map(repr, choices))
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {allowed}.")
-        for name in ("share_prefix", "skip_zero_advantage", "fused_layers"):
+        for name in ("share_prefix", "skip_zero_advantage", "fused_layers", "offload_activations"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
         if not isinstance(self.run_log, str | Path | bool) or self.run_log == "":

@@ -41,6 +41,7 @@ from fastgrpo.trl.heads import HeadDispatcher
 from fastgrpo.trl.layers import install_layers, remove_layers
 from fastgrpo.trl.loss import LossMethod
 from fastgrpo.trl.metrics import StepMetrics
+from fastgrpo.trl.offload import Offload, offload_obstacle
 from fastgrpo.trl.onpolicy import GenerationMethod, OldLogProbs, corrects_sampler, old_pass_obstacle
 from fastgrpo.trl.ordering import RowOrder, order_obstacle
 from fastgrpo.trl.parts import check_limits
@@ -176,6 +177,8 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     obstacles = _obstacles(trainer, options)
     if options.skip_zero_advantage and skipping_obstacle(trainer):
         raise ValueError(f"skip_zero_advantage=True is not possible: {skipping_obstacle(trainer)}; leave it False.")
+    if options.offload_activations and offload_obstacle(trainer):
+        raise ValueError(f"offload_activations=True is not possible: {offload_obstacle(trainer)}, or leave it False.")
     check_limits(trainer, options.limits)
     layouts: list[Layouts] = [layout for layout, obstacle in obstacles.items() if not obstacle]
     method = ScoringMethod(
@@ -192,6 +195,8 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     )
     handle.sync, handle.slow_sync_because = choose_sync(trainer, options.sync)
     method.handle = handle
+    if options.offload_activations:
+        method.offload = _offload(trainer.accelerator.device.type)
     _enter(handle)
     try:
         if "varlen" in layouts:
@@ -221,6 +226,13 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
         trainer.add_callback(callback)
         handle.callbacks.append(callback)
     return handle
+
+
+def _offload(device: str) -> Offload | None:
+    if device == "cuda":
+        return Offload()
+    logger.warning("fastgrpo: offload_activations=True changes nothing on %s: activations share host memory.", device)
+    return None
 
 
 def _obstacles(trainer: GRPOTrainer, options: Options) -> dict[Layouts, str]:

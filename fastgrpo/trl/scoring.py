@@ -8,6 +8,7 @@ the layout of the rows (no padding, shared prompts once; or left-packed), and th
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ from fastgrpo.trl.compat import (
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
 from fastgrpo.trl.images import LeftPackedForward
 from fastgrpo.trl.layers import FusedLayers
+from fastgrpo.trl.offload import Offload
 from fastgrpo.trl.parts import Limits, score_in_parts
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class ScoringMethod:
         self.handle: Patch | None = None
         self.old: OldLogProbs | None = None
         self.loss: LossPass | None = None
+        self.offload: Offload | None = None
         self._said = False
         self._own_method = overrides(trainer, SCORING_METHOD)
         self._windowed = has_attention_window(trainer)
@@ -130,7 +133,7 @@ class ScoringMethod:
         pictured = any(value is not None for value in model_inputs.values())
         if odd or self._own_method or pictured:
             packed = pictured and self.layout != "none" and not (odd or self._own_method)
-            with head_call(HeadCall(self.plan, entropy)), self.fused.in_use():
+            with head_call(HeadCall(self.plan, entropy)), self.fused.in_use(), self._saving(model):
                 result = trainer_s_own(LeftPackedForward(model) if packed else model)
             if self.loss is not None:
                 self.loss.scored(*result[:2])
@@ -141,10 +144,11 @@ class ScoringMethod:
             if kept is not None:
                 input_ids, attention_mask = input_ids[kept.rows], attention_mask[kept.rows]
             rows = batch_size or max(input_ids.shape[0], 1)
-            parts = [
-                self._score_within_limits(model, ids, mask, logits_to_keep, entropy, compute_aux_loss)
-                for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
-            ]
+            with self._saving(model):
+                parts = [
+                    self._score_within_limits(model, ids, mask, logits_to_keep, entropy, compute_aux_loss)
+                    for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
+                ]
             all_logprobs, all_entropies, aux_losses = zip(*parts, strict=True)
             logprobs, entropies = torch.cat(all_logprobs), torch.cat(all_entropies) if compute_entropy else None
             if kept is not None:
@@ -187,6 +191,10 @@ class ScoringMethod:
         needed = self.trainer._entropy_bonus_enabled or (self._own_loss and has_fused_head())
         return "differentiable" if needed else "detached"
 
+    def _saving(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """While this is open, what is kept for the backward pass goes where the options say."""
+        return nullcontext() if self.offload is None else self.offload.saving(model)
+
     def _score_within_limits(
         self,
         model: torch.nn.Module,
@@ -205,7 +213,9 @@ class ScoringMethod:
                 def score(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
                     return self._score(model, ids, mask, logits_to_keep, entropy, False, self.layout)[:2]
 
-                return *score_in_parts(model, score, input_ids, attention_mask, parts), None
+                # What is kept of a part in host memory is not alive on the device.
+                recompute = self.offload is None
+                return *score_in_parts(model, score, input_ids, attention_mask, parts, recompute), None
         return self._score(model, input_ids, attention_mask, logits_to_keep, entropy, compute_aux_loss, self.layout)
 
     def _score(

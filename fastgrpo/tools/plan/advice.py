@@ -69,6 +69,8 @@ def _candidates(settings: PlanSettings) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "--beta 0 (no reference, no KL term)", {"beta": 0.0}
     if settings.dtype == "float32":
         yield "--dtype bfloat16", {"dtype": "bfloat16"}
+    if settings.checkpointing and not settings.offload_activations and settings.head == "fastgrpo":
+        yield "--offload-activations (to host memory)", {"offload_activations": True}
     if not settings.checkpointing:
         yield "--checkpointing", {"checkpointing": True}
     if not settings.share_prefix:

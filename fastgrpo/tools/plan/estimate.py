@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from fastgrpo.tools.plan.memory import MemoryPlan, assemble
-from fastgrpo.tools.plan.settings import NOT_YET, PlanSettings
+from fastgrpo.tools.plan.settings import PlanSettings
 from fastgrpo.tools.plan.shape import (
     ModelShape,
     build,
@@ -69,11 +69,6 @@ class _Estimator:
         )
         plan = assemble(settings, shape, activations, kv_bytes)
         own = [note] if note else []
-        own += [
-            f"{name} is planned for, but fastgrpo.Options has no {option} in this version"
-            for name, option in NOT_YET.items()
-            if getattr(settings, name)
-        ]
         longest = getattr(self._config.get_text_config(), "max_position_embeddings", None)
         if longest and settings.prompt_length + settings.completion_length > longest:
             own.append(

@@ -234,11 +234,12 @@ def _update(settings: PlanSettings, shape: ModelShape, activations: Activations)
 
 
 def _offloaded(settings: PlanSettings, shape: ModelShape) -> int:
-    rows, length = settings.rows
     on_device = 2  # the layer at work and the one that is fetched
-    if not settings.offload_activations:
-        return 0
-    return max(0, shape.layers - on_device) * rows * length * shape.hidden * settings.weight_bytes
+    return max(0, shape.layers - on_device) * _layer_input(settings, shape) if settings.offload_activations else 0
+
+
+def _layer_input(settings: PlanSettings, shape: ModelShape) -> int:
+    return settings.row_tokens * shape.hidden * settings.weight_bytes
 
 
 def _comparisons(settings: PlanSettings, shape: ModelShape, activations: Activations) -> tuple[str, ...]:
@@ -287,6 +288,10 @@ def _notes(settings: PlanSettings, shape: ModelShape, kv_bytes: int) -> tuple[bo
         notes.append(
             f"{paged / GB:.1f} GB of optimizer states live in host memory, and on the device while there is room"
         )
+    if settings.offload_activations:
+        # Mini-batches wait there too, instead of being computed again.
+        waiting = dataclasses.replace(settings, mini_batch=None)
+        notes.append(f"{shape.layers * _layer_input(waiting, shape) / GB:.1f} GB of activations wait in host memory")
     if settings.quantization and shape.experts:
         notes.append("experts that are no linear layers of their own are counted unquantised")
     if settings.world_size > 1 and settings.sharding in ("fsdp2", "zero3"):

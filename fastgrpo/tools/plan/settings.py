@@ -21,8 +21,6 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "rollout": ROLLOUTS,
     "sharding": SHARDINGS,
 }
-NOT_YET = {"offload_activations": "offload_activations"}
-"""Settings that `fastgrpo.Options` does not have yet: planned for with a note, never advised."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class PlanSettings:
         accumulation: micro-batches that are generated together (`steps_per_generation`).
         mini_batch: sequences alive at once in the update (`Options.mini_batch_size`); None = micro_batch.
         checkpointing: gradient checkpointing.
-        offload_activations: inputs of layers in host memory.
+        offload_activations: inputs of layers in host memory (`Options.offload_activations`); needs checkpointing.
         share_prefix: a group's prompt computed once in the update, fastgrpo's default where it is right for the model.
         head: "fastgrpo" = logits in chunks; "full" = all logits of the micro-batch at once, counted once.
         chunk_bytes: of fastgrpo's head; None = 512 MiB.
@@ -118,6 +116,8 @@ class PlanSettings:
             raise ValueError(
                 f"beta is {self.beta}, and full fine-tuning needs a second model for it; use reference='auto', or beta=0."
             )
+        if self.offload_activations and not self.checkpointing:
+            raise ValueError("offload_activations needs checkpointing, which leaves only inputs of layers to be kept.")
         if self.rollout == "vllm" and self.capacity_gb is None:
             raise ValueError("rollout='vllm' takes a share of the device; give capacity_gb.")
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 import fastgrpo
 from fastgrpo.tools.plan.estimate import estimate_memory
 from fastgrpo.tools.plan.memory import ENGINE, REFERENCE, RESERVE, STATES, TERMS, UPDATE, WEIGHTS
-from fastgrpo.tools.plan.settings import NOT_YET, PlanSettings
+from fastgrpo.tools.plan.settings import PlanSettings
 from fastgrpo.tools.plan.shape import config_from_numbers, kv_cache_bytes, parse_numbers
 from fastgrpo.tools.plan.update import head_of
 
@@ -257,6 +257,19 @@ def test_mini_batches_are_advised_and_full_fine_tuning_sums_their_gradients():
     assert added - alone == pytest.approx(halved.terms[WEIGHTS], rel=1e-3)
 
 
+def test_offloading_is_advised_and_needs_host_memory():
+    settings = {**LORA, "micro_batch": 32, "prompt_length": 4096, "share_prefix": False}
+    plan = estimate_memory(QWEN_1_7B, **settings)
+    (advised,) = (a for a in plan.alternatives if a.setting.startswith("--offload-activations"))
+    offloaded = estimate_memory(QWEN_1_7B, **settings, offload_activations=True)
+    assert advised.frees_gb == pytest.approx(plan.total - offloaded.total)
+    note = f"{gb(28 * 32 * (4096 + 256) * 2048 * 2):.1f} GB of activations wait in host memory"
+    assert note in offloaded.notes
+    assert note in estimate_memory(QWEN_1_7B, **settings, offload_activations=True, mini_batch=4).notes
+    with pytest.raises(ValueError, match="offload_activations needs checkpointing"):
+        PlanSettings(offload_activations=True, checkpointing=False)
+
+
 def test_a_group_has_its_prompt_once_in_the_update():
     settings = PlanSettings(micro_batch=16, num_generations=8, prompt_length=100, completion_length=30)
     assert settings.rows == (1, 2 * 100 + 16 * 30)
@@ -429,12 +442,6 @@ def test_numbers_describe_a_llama():
 def test_the_public_names_are_these():
     assert fastgrpo.estimate_memory is estimate_memory
     assert fastgrpo.PlanSettings is PlanSettings
-
-
-def test_what_the_plan_says_the_patch_lacks_it_lacks():
-    """Fails when an option arrives: then its line in NOT_YET goes, and it may be advised."""
-    present = {field.name for field in dataclasses.fields(fastgrpo.Options)}
-    assert not present & set(NOT_YET.values())
 
 
 def test_the_device_is_not_touched_and_random_numbers_stay(monkeypatch):
