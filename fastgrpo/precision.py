@@ -66,7 +66,9 @@ def choose_precision(bf16: bool | None = None, fp16: bool | None = None, *, devi
     if bf16 or fp16:
         return Precision("bf16" if bf16 else "fp16", f"{'bf16' if bf16 else 'fp16'}=True")
     if asked is not None and not _excluded(asked, bf16, fp16):
-        unasked = "; accelerate launch sets that where nothing was chosen" if asked == "fp32" else ""
+        unasked = (
+            ", as accelerate launch sets it where nothing was chosen; bf16=True chooses" if asked == "fp32" else ""
+        )
         return Precision(asked, f"{ACCELERATE}={os.environ[ACCELERATE]}{unasked}")
     if bf16 is False:
         return Precision("fp32", "bf16=False")
@@ -76,7 +78,9 @@ def choose_precision(bf16: bool | None = None, fp16: bool | None = None, *, devi
 
 def device_precision(device: str) -> Precision:
     """
-    What a device is best at: bfloat16 where every visible device has it in hardware, else float16; float32 on CPU and MPS.
+    What a device is best at: bfloat16 where every visible one has it in hardware; else float16 on CUDA, float32 elsewhere.
+
+    CPU and MPS get float32: bfloat16 saves them no time.
 
     Args:
         device: as `torch.device.type`.
@@ -84,8 +88,13 @@ def device_precision(device: str) -> Precision:
     Returns:
         Precision.
     """
-    if device != "cuda":
+    if device in ("cpu", "mps"):
         return Precision("fp32", f"the device is {device}")
+    if device != "cuda":
+        supported = getattr(torch.get_device_module(device), "is_bf16_supported", lambda: False)()
+        return (
+            Precision("bf16", "the device has bfloat16") if supported else Precision("fp32", f"the device is {device}")
+        )
     # torch.cuda.is_bf16_supported() also counts an emulation, which is slower than float32.
     if torch.version.hip or all(_major(index) >= 8 for index in range(torch.cuda.device_count())):
         return Precision("bf16", "the device has bfloat16")

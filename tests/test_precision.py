@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -33,6 +35,12 @@ def test_float32_on_cpu_and_mps(device):
     chosen = choose_precision(device=device)
     assert (chosen.name, chosen.autocast) == ("fp32", "no")
     assert device in chosen.reason
+
+
+@pytest.mark.parametrize(("module", "name"), [({"is_bf16_supported": lambda: True}, "bf16"), ({}, "fp32")])
+def test_other_devices_are_asked_for_bfloat16(monkeypatch, module, name):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(**module))
+    assert choose_precision(device="xpu").name == name
 
 
 @pytest.mark.parametrize(("value", "name"), [("no", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("", "fp16")])

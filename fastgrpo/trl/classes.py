@@ -251,6 +251,11 @@ def _force_float32(given: dict[str, Any]) -> None:
 
 def _raise_masters(trainer: TRLTrainer) -> None:
     """Makes trained 16-bit weights float32: a gradient scaler refuses gradients in 16 bit, and steps would be rounded away."""
+    if getattr(trainer.args, "use_transformers_continuous_batching", False):
+        raise ValueError(
+            "use_transformers_continuous_batching makes TRL cast the weights to float16, and a gradient scaler refuses such "
+            "gradients; leave it False, or train with bf16=True or bf16=False, fp16=False."
+        )
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         return
     raised = [p for p in trainer.model.parameters() if p.requires_grad and p.dtype in _HALF]

@@ -303,6 +303,11 @@ def notes_on(trainer: GRPOTrainer, packed: bool, one_forward: bool) -> list[str]
             f"{type(trainer).__name__} brings its own {LOSS_METHOD}: fastgrpo gives it log-probs and entropies, the loss stays "
             "its own"
         )
+    if _loses_master_weights(trainer):
+        notes.append(
+            "use_transformers_continuous_batching makes TRL cast the float32 weights to 16 bit at the first generation, for "
+            "good, so small steps are rounded away; use vLLM or transformers' own generation, or bf16=False"
+        )
     random = _random_parts(trainer.model)
     if packed and random:
         notes.append(
@@ -321,6 +326,12 @@ def notes_on(trainer: GRPOTrainer, packed: bool, one_forward: bool) -> list[str]
             "of the padded batch, so results differ where only the padding is longer than the model's original context"
         )
     return notes
+
+
+def _loses_master_weights(trainer: GRPOTrainer) -> bool:
+    continuous = getattr(trainer.args, "use_transformers_continuous_batching", False)
+    trained = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
+    return continuous and (trainer.args.bf16 or trainer.args.fp16) and torch.float32 in trained
 
 
 def _random_parts(model: torch.nn.Module) -> str:

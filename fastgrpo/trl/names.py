@@ -35,7 +35,7 @@ def patch_trl(tuned_defaults: bool = True) -> None:
     attributes of its classes and in default arguments too; a trainer class that was derived from TRL's before derives from the
     replacement now. Local variables and closures that hold TRL's classes are not seen. Configs get a `fastgrpo_<name>` for
     every field of `Options`, `vllm_sampling_params`, a precision that fits the device, and tuned defaults. A second call
-    changes nothing but what it says of `tuned_defaults`.
+    counts for `tuned_defaults`, and for what holds TRL's classes since.
 
     Args:
         tuned_defaults: whether configs made from now on use `beta=0.001`, and with vLLM `top_k=-1`, where these fields are not
@@ -50,8 +50,6 @@ def patch_trl(tuned_defaults: bool = True) -> None:
     check_installation()
     _refuse_older_configs()
     SWITCH.on, SWITCH.tuned_defaults = True, tuned_defaults
-    if _replaced:
-        return
     unreached = _exchange(_OURS, _replaced)
     for subclass in _subclasses(TRLTrainer, GRPOTrainer):
         bases = tuple(GRPOTrainer if base is TRLTrainer else base for base in subclass.__bases__)

@@ -97,6 +97,35 @@ def test_modules_that_cannot_be_changed_are_named():
         del sys.modules["frozen_module"], sys.modules["module_with_registry"]
 
 
+def test_a_second_call_finds_what_got_hold_of_trls_classes_since(patched_trl):
+    module = types.ModuleType("late")
+    sys.modules["late"] = module
+    try:
+        module.Trainer = STOCK.trainer
+        fastgrpo.patch_trl()
+        assert module.Trainer is trl.GRPOTrainer
+        fastgrpo.unpatch_trl()
+        assert module.Trainer is STOCK.trainer
+    finally:
+        del sys.modules["late"]
+
+
+def test_checkpoints_resume_with_and_without_the_patch(tmp_path, patched_trl):
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "lora": False}
+    trainer = tiny_trainer(tmp_path, **saving)
+    trainer.train()
+    fastgrpo.unpatch_trl()
+    stock = tiny_trainer(tmp_path, **saving)
+    stock.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    fastgrpo.patch_trl()
+    again = tiny_trainer(tmp_path, **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for other in (stock, again):
+        assert other.state.global_step == 2
+        for ours, theirs in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_class_attributes_and_default_arguments_of_a_module_are_replaced():
     module = types.ModuleType("framework")
     source = (
@@ -408,6 +437,7 @@ def test_every_forward_runs_in_the_chosen_precision(tmp_path, patched_trl):
 
 def test_forced_float32_makes_the_weights_float32(tmp_path, monkeypatch, patched_trl):
     monkeypatch.setenv("FASTGRPO_FORCE_FLOAT32", "1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     trainer = tiny_trainer(tmp_path, tiny_model().bfloat16(), lora=False, bf16=True)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert trainer.accelerator.mixed_precision == "no"
@@ -429,6 +459,15 @@ def test_forced_float32_makes_the_weights_float32(tmp_path, monkeypatch, patched
         tiny_trainer(tmp_path, quantised)
 
 
+def test_a_precision_that_deepspeed_would_not_hear_of_is_an_error(patched_trl):
+    config = types.SimpleNamespace(mixed_precision="bf16", deepspeed_plugin=object())
+    trl.GRPOConfig._settle_autocast(config, "bf16")
+    with pytest.raises(
+        ValueError, match=r"ACCELERATE_MIXED_PRECISION=bf16 reaches DeepSpeed.*set the variable to 'no'"
+    ):
+        trl.GRPOConfig._settle_autocast(config, "no")
+
+
 def test_fp16_raises_trained_16_bit_weights_to_float32(tmp_path, capsys, patched_trl):
     trainer = tiny_trainer(tmp_path, tiny_model().half(), lora=False, fp16=True, bf16=None)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
@@ -436,6 +475,17 @@ def test_fp16_raises_trained_16_bit_weights_to_float32(tmp_path, capsys, patched
     trainer = tiny_trainer(tmp_path, tiny_model().half(), fp16=True, bf16=None)
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
     assert torch.float16 in {p.dtype for p in trainer.model.parameters()}
+
+
+def test_weights_that_continuous_batching_would_cast_for_good(tmp_path, caplog, patched_trl):
+    pytest.importorskip("transformers", minversion="5.8")
+    tiny_trainer(tmp_path, use_transformers_continuous_batching=True, bf16=True)
+    assert "cast the float32 weights to 16 bit at the first generation, for good" in caplog.text
+    caplog.clear()
+    tiny_trainer(tmp_path, use_transformers_continuous_batching=True, bf16=False)
+    assert "for good" not in caplog.text
+    with pytest.raises(ValueError, match="a gradient scaler refuses such gradients"):
+        tiny_trainer(tmp_path, use_transformers_continuous_batching=True, bf16=None, fp16=True)
 
 
 def test_patch_leaves_the_precision_of_a_built_trainer(tmp_path, monkeypatch):
