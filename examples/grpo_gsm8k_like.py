@@ -1,6 +1,6 @@
 """GRPO on word problems of the kind that GSM8K has, made on the spot. `import fastgrpo.auto` is all that is not TRL's.
 
-python examples/grpo_gsm8k_like.py                                 # Qwen3-0.6B with LoRA; wants a GPU
+python examples/grpo_gsm8k_like.py                                 # Qwen2.5-0.5B with LoRA; wants a GPU
 python examples/grpo_gsm8k_like.py --tiny --max_steps 3            # an untrained toy on a CPU, nothing downloaded
 python examples/grpo_gsm8k_like.py --fastgrpo_packing left --beta 0.0
 """
@@ -28,7 +28,7 @@ ASK = " Think, then give the number alone after ####."
 class Script:
     """What is not TRL's."""
 
-    model: str = field(default="Qwen/Qwen3-0.6B", metadata={"help": "Name or path of the model."})
+    model: str = field(default="Qwen/Qwen2.5-0.5B-Instruct", metadata={"help": "Name or path of the model."})
     tiny: bool = field(default=False, metadata={"help": "Train a toy model that is made on the spot, on a CPU."})
     problems: int = field(default=500, metadata={"help": "Number of word problems."})
 

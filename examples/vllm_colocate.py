@@ -2,7 +2,7 @@
 
 Needs a GPU and vLLM: pip install "fastgrpo[vllm]".
 
-python examples/vllm_colocate.py                       # Qwen3-1.7B with LoRA
+python examples/vllm_colocate.py                       # Qwen2.5-1.5B with LoRA
 python examples/vllm_colocate.py --vllm_gpu_memory_utilization 0.5 --max_steps 50
 """
 
@@ -24,7 +24,7 @@ import fastgrpo.auto  # noqa: F401
 class Script:
     """What is not TRL's."""
 
-    model: str = field(default="Qwen/Qwen3-1.7B", metadata={"help": "Name or path of the model."})
+    model: str = field(default="Qwen/Qwen2.5-1.5B-Instruct", metadata={"help": "Name or path of the model."})
     tiny: bool = field(default=False, metadata={"help": "Train a toy model that is made on the spot."})
 
 

@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+import trl.trainer.utils as trl_utils
 from accelerate.utils import is_peft_model
 from trl import GRPOConfig as TRLConfig
 from trl import GRPOTrainer as TRLTrainer
-from trl.trainer.utils import get_config_model_id
 
 from fastgrpo.precision import FORCE_FLOAT32, choose_precision, training_device
 from fastgrpo.trl.by_name import reduce_by_name
@@ -197,7 +197,7 @@ def _settle_arguments(given: dict[str, Any]) -> TRLConfig:
     model = given["model"]
     if given.get("args") is None:
         # As TRL does, which would be too late to say what it costs.
-        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        name = model if isinstance(model, str) else trl_utils.get_config_model_id(model.config)
         given["args"] = GRPOConfig(f"{name.split('/')[-1]}-GRPO")
     config = given["args"]
     if not isinstance(config, _WithTwins):

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import transformers
+import trl.trainer.utils as trl_utils
 from accelerate.utils import is_peft_model
 from transformers import AutoConfig, PretrainedConfig
 from trl import GRPOTrainer
-from trl.trainer.utils import get_config_model_id
 
 BETA = 0.001
 """The KL coefficient of DeepSeek-R1 (arXiv:2501.12948): enough to keep the policy near the model it started from."""
@@ -96,7 +96,7 @@ def reference_gb(model: Any, config: Any) -> float | None:
 
 
 def _declaration(model: Any, init: dict[str, Any], config: Any) -> PretrainedConfig:
-    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    name = model if isinstance(model, str) else trl_utils.get_config_model_id(model.config)
     known = {key: init[key] for key in ("revision",) if key in init}
     return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, **known)
 
