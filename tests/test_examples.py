@@ -57,35 +57,18 @@ def test_pictures(example):
     assert len(steps(trainer)) == 2 and trainer.model.config.model_type == "qwen2_5_vl"
 
 
-def test_vllm_colocate_with_a_stand_in_for_the_engine(example, monkeypatch):
-    import trl.trainer.grpo_trainer as trl_trainer
-    from sampler import FakeSampler
-
-    built = {}
-
-    class Engine(FakeSampler):
-        def __init__(self, model, accelerator, temperature, max_completion_length, **settings):
-            built.update(settings, temperature=temperature)
-            state = SimpleNamespace(global_step=0)
-            super().__init__(
-                SimpleNamespace(
-                    model=model,
-                    accelerator=accelerator,
-                    temperature=temperature,
-                    max_completion_length=max_completion_length,
-                    state=state,
-                    _step=0,
-                )
-            )
+def test_vllm_colocate_with_a_stand_in_for_the_engine(example):
+    from sampler import fake_vllm
 
     script = example("vllm_colocate.py")
     _, config = script.parse([])
     assert (config.use_vllm, config.vllm_mode, config.temperature, config.top_k) == (True, "colocate", 0.9, -1)
     assert config.generation_kwargs == {"min_p": 0.02, "repetition_penalty": 1.0}
-    monkeypatch.setattr(trl_trainer, "VLLMGeneration", Engine)
-    trainer = script.main([*TINY, "--max_completion_length", "8"])
+    with fake_vllm() as engines:
+        trainer = script.main([*TINY, "--max_completion_length", "8", "--fastgrpo_sync", "trl"])
     assert len(steps(trainer)) == 2
-    assert (built["temperature"], built["mode"], built["generation_kwargs"]["min_p"]) == (0.9, "colocate", 0.02)
+    (engine,) = engines
+    assert (engine.temperature, engine.mode, engine.generation_kwargs["min_p"]) == (0.9, "colocate", 0.02)
 
 
 def test_a_loop_of_ones_own_raises_its_reward_without_trl(example):

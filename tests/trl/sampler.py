@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 
 EOS = 1
 
@@ -67,3 +70,27 @@ def policy_forwards(trainer: GRPOTrainer) -> Iterator[list[tuple[bool, bool]]]:
         yield seen
     finally:
         hook.remove()
+
+
+@contextmanager
+def fake_vllm() -> Iterator[list[VLLMGeneration]]:
+    """Trainers with `use_vllm` are built and trained without vLLM: yields the stand-ins for its engine, as TRL sets them up."""
+    made: list[VLLMGeneration] = []
+
+    def init(engine: VLLMGeneration) -> None:
+        made.append(engine)
+        engine.vllm_client = engine
+        engine.state, engine._step = SimpleNamespace(global_step=0), 0
+        engine.sampler = FakeSampler(engine)
+        engine.get_server_info = lambda: {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def generate(engine: VLLMGeneration, prompts: list[list[int]], **_: Any) -> Any:
+        engine._step += 1
+        return engine.sampler.generate(prompts)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("fastgrpo.rollout.vllm.vllm_version", lambda: "0.25.0")  # in range of every TRL
+        monkeypatch.setattr(VLLMGeneration, "_init_vllm", init)
+        monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda engine: None)
+        monkeypatch.setattr(VLLMGeneration, "generate", generate)
+        yield made

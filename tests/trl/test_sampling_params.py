@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import trl
-import trl.trainer.grpo_trainer as trl_trainer
+from sampler import fake_vllm
 from tiny import tiny_trainer
 
 import fastgrpo
@@ -72,30 +72,16 @@ def test_copies_and_rebuilt_configs_say_the_same():
 
 
 @pytest.mark.parametrize("mode", ["colocate", "server"])
-def test_it_reaches_the_engine_and_the_scores(mode, tmp_path, monkeypatch):
-    built = {}
-
-    class Engine:
-        def __init__(self, **settings):
-            built.update(settings)
-            self.vllm_client = self
-
-        def sync_weights(self):
-            pass
-
-        def generate(self, **_):
-            pass
-
-        def get_server_info(self):
-            return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-    monkeypatch.setattr(trl_trainer, "VLLMGeneration", Engine)
-    trainer = tiny_trainer(
-        tmp_path,
-        use_vllm=True,
-        vllm_mode=mode,
-        temperature=0.8,
-        vllm_sampling_params={"temperature": 0.8, "seed": 5},
-    )
-    assert built["generation_kwargs"] == {"seed": 5}
-    assert (built["temperature"], built["top_k"], trainer.temperature) == (0.8, -1, 0.8)
+def test_it_reaches_the_engine_and_the_scores(mode, tmp_path):
+    with fake_vllm() as engines:
+        trainer = tiny_trainer(
+            tmp_path,
+            use_vllm=True,
+            vllm_mode=mode,
+            temperature=0.8,
+            vllm_sampling_params={"temperature": 0.8, "seed": 5},
+            fastgrpo_sync="trl",
+        )
+    (engine,) = engines
+    assert engine.generation_kwargs == {"seed": 5}
+    assert (engine.temperature, engine.top_k, trainer.temperature) == (0.8, -1, 0.8)
