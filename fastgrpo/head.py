@@ -26,7 +26,15 @@ from fastgrpo.checks import (
 )
 from fastgrpo.chunking import TILE, ChunkPlan
 from fastgrpo.kernels.select import head_kernels
-from fastgrpo.objective import GRPOStats, Objective, grpo_loss, require_objective, row_local_terms_exist, vespo_weights
+from fastgrpo.objective import (
+    GRPOStats,
+    Objective,
+    RowTerms,
+    grpo_loss,
+    require_objective,
+    row_local_terms_exist,
+    row_terms,
+)
 from fastgrpo.ops import accumulation_dtype, linear_grpo_op, linear_logprob_op, objective_constants
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -195,19 +203,12 @@ def linear_grpo_loss(
         )
         return loss, _flat_stats(stats, logprobs, entropy)
 
-    loss, logprobs, entropy = _row_local_loss(
-        hidden,
-        targets,
-        head,
-        objective,
-        layout,
-        mask,
-        padded_advantages,
-        old_logprobs,
-        ref_logprobs,
-        padded["sampler_ratio"],
-        chunk_rows,
+    terms = row_terms(objective, padded_advantages, mask, padded["sampler_ratio"]).map(layout.unpad)
+    terms = terms._replace(
+        old_logprobs=None if old_logprobs is None else old_logprobs.to(mask.dtype),
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs.to(mask.dtype),
     )
+    loss, (logprobs, entropy) = _row_local_loss(hidden, targets, head, objective, terms, chunk_rows)
     with torch.no_grad():
         _, stats = grpo_loss(
             layout.pad(logprobs), padded_advantages, mask, objective, entropy=layout.pad(entropy), **padded
@@ -243,42 +244,59 @@ def _score(
     return LogProbs(logprobs, entropy if entropy_requires_grad else entropy.detach())
 
 
-def _row_local_loss(
+def linear_grpo_rows(
     hidden: Tensor,
+    weight: Tensor,
     targets: Tensor,
-    head: _Head,
+    terms: RowTerms,
     objective: Objective,
-    layout: _Segments,
-    mask: Tensor,
-    advantages: Tensor,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    sampler_ratio: Tensor | None,
-    chunk_rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`mask`, `advantages` and `sampler_ratio` come padded, the log-probs as rows."""
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_bytes: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+    *,
+    num_chunks: int = -1,
+    logit_chunk_multiplier: float | None = None,
+) -> tuple[Tensor, LogProbs]:
+    """
+    The loss of a row-local objective, for a caller that knows what each row counts; `linear_grpo_loss` is made of it.
 
-    def row_values(values: Tensor | None) -> Tensor | None:
-        return None if values is None else layout.unpad(values.to(mask.dtype).expand_as(mask))
+    Args:
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, chunk_bytes, compute_dtype, num_chunks,
+            logit_chunk_multiplier: as in `linear_logprob`.
+        terms: `[N]` each, in fp32 (fp64 for fp64 products).
+        objective: one that is row-local, see `fastgrpo.objective.row_local_terms_exist`.
 
-    phi = entropy_weights = None
-    if objective.loss_type == "vespo":
-        phi = vespo_weights(objective, torch.zeros_like(mask), advantages, mask, sampler_ratio)
-        sampler_ratio = None
-    if objective.entropy_coef != 0.0:
-        entropy_weights = objective.entropy_coef * mask / mask.sum().clamp(min=1.0) / objective.accumulation
+    Returns:
+        0-d fp32 loss, differentiable in hidden, weight and bias, and detached LogProbs.
+
+    Raises:
+        TypeError, ValueError: what does not fit; before any work.
+    """
+    require_objective(objective)
+    plan = ChunkPlan(chunk_bytes, num_chunks, logit_chunk_multiplier)
+    head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
+    _check_values(hidden, terms._asdict(), {hidden.shape[0]})
+    return _row_local_loss(hidden, targets.long(), head, objective, terms, _chunk_rows(plan, hidden, head, True))
+
+
+def _row_local_loss(
+    hidden: Tensor, targets: Tensor, head: _Head, objective: Objective, terms: RowTerms, chunk_rows: int
+) -> tuple[Tensor, LogProbs]:
     loss, logprobs, entropy, *_ = linear_grpo_op(
         hidden,
         head.weight,
         targets,
         head.bias,
-        row_values(advantages),
-        None if old_logprobs is None else old_logprobs.to(mask.dtype),
-        None if ref_logprobs is None else ref_logprobs.to(mask.dtype),
-        row_values(sampler_ratio),
-        row_values(phi),
-        row_values(objective.token_weights(mask)),
-        row_values(entropy_weights),
+        terms.advantages,
+        terms.old_logprobs,
+        terms.ref_logprobs,
+        terms.multiplier,
+        terms.phi,
+        terms.token_weights,
+        terms.entropy_weights,
         head.temperature,
         head.logit_scale,
         head.softcap,
@@ -291,7 +309,7 @@ def _row_local_loss(
         head.need_weight,
         head.need_bias,
     )
-    return loss, logprobs.detach(), entropy.detach()
+    return loss, LogProbs(logprobs.detach(), entropy.detach())
 
 
 class _Segments:

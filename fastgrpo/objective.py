@@ -591,6 +591,49 @@ def grpo_loss(
     return loss, stats
 
 
+class RowTerms(NamedTuple):
+    """What a row-local objective takes of every token besides its log-prob, see `token_terms`; all of one shape."""
+
+    advantages: Tensor
+    token_weights: Tensor
+    """See `Objective.token_weights`."""
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    multiplier: Tensor | None = None
+    phi: Tensor | None = None
+    entropy_weights: Tensor | None = None
+    """What each token's entropy takes off the loss."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowTerms:
+        """Applies a function to all that are there."""
+        return RowTerms(*(None if x is None else function(x) for x in self))
+
+
+def row_terms(objective: Objective, advantages: Tensor, mask: Tensor, sampler_ratio: Tensor | None = None) -> RowTerms:
+    """
+    What the tokens of a micro-batch count in a row-local objective; old and reference log-probs are left to the caller.
+
+    Args:
+        objective: for which `row_local_terms_exist`.
+        advantages: `[B, 1]` or `[B, T]`.
+        mask: `[B, T]` float, 1 on counted tokens.
+        sampler_ratio: `[B, 1]` or `[B, T]` or None.
+
+    Returns:
+        RowTerms, `[B, T]` in `mask`'s dtype.
+    """
+    phi = entropy_weights = None
+    if objective.loss_type == "vespo":
+        phi = vespo_weights(objective, torch.zeros_like(mask), advantages, mask, sampler_ratio)
+        sampler_ratio = None
+    if objective.entropy_coef != 0.0:
+        entropy_weights = objective.entropy_coef * mask / mask.sum().clamp(min=1.0) / objective.accumulation
+    terms = RowTerms(
+        advantages, objective.token_weights(mask), multiplier=sampler_ratio, phi=phi, entropy_weights=entropy_weights
+    )
+    return terms.map(lambda x: x.to(mask.dtype).expand_as(mask))
+
+
 def row_local_terms_exist(
     objective: Objective, *, on_policy: bool, per_token_advantages: bool, per_token_sampler_ratio: bool
 ) -> bool:

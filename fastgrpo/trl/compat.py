@@ -7,7 +7,7 @@ import inspect
 import types
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import trl
@@ -145,16 +145,30 @@ def overrides(trainer: GRPOTrainer, method: str) -> bool:
     return has_own_attribute(trainer, method) or getattr(type(trainer), method) is not getattr(GRPOTrainer, method)
 
 
+class Standing:
+    """
+    What a patch puts on a trainer in place of one of its methods; a deep copy of the trainer gets the class's method.
+
+    Attributes:
+        trainer: the trainer.
+        replaces: the name of the method.
+    """
+
+    trainer: GRPOTrainer
+    replaces: ClassVar[str]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of a patched trainer is a stock one: nobody could unpatch it.
+        copied = memo.get(id(self.trainer), self.trainer)
+        return types.MethodType(getattr(type(copied), self.replaces), copied)
+
+
 def has_own_attribute(trainer: GRPOTrainer, method: str) -> bool:
-    """Whether something else than the class's method stands on the object."""
+    """Whether something else than the class's method, or a patch's, stands on the object."""
     present = trainer.__dict__.get(method)
+    if isinstance(present, Standing):
+        return False
     return present is not None and getattr(present, "__func__", None) is not getattr(type(trainer), method)
-
-
-def stock_method(trainer: GRPOTrainer, memo: dict[int, Any], method: str) -> Any:
-    """What a deep copy of a trainer gets in place of an attribute of the patch: the class's method."""
-    copied = memo.get(id(trainer), trainer)
-    return types.MethodType(getattr(type(copied), method), copied)
 
 
 def attention_of(model: torch.nn.Module, trainer: GRPOTrainer) -> str | None:

@@ -21,6 +21,7 @@ from fastgrpo.chunking import ChunkPlan
 from fastgrpo.head import LogProbs, linear_logprob
 from fastgrpo.packing import take_rows
 from fastgrpo.trl.compat import base_model, has_fused_head
+from fastgrpo.trl.fused import FusedLoss
 
 _FUSED_OUTPUTS = {"log_probs", "entropy"}
 Entropy = Literal["none", "detached", "differentiable"]
@@ -49,25 +50,29 @@ class HeadCall:
     """`[rows]`, -100 where nothing is scored; None = as TRL passes them."""
     source: Tensor | None = None
     """`[S]`, the row of hidden states that each of S labels is predicted from; None = `labels` lie beside the rows."""
+    fused: FusedLoss | None = None
+    """The loss, laid out as `labels`, where a head that trains may compute it in the same pass."""
 
     def score(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **options: Any) -> LogProbs:
         """Log-probs of `[rows, H]` hidden states; with `source`, of its S labels, and 0 in the rows after them."""
-        rows = hidden.shape[0]
+        rows, fused = hidden.shape[0], self.fused
         if self.source is not None:
             hidden, targets = take_rows(hidden, self.source), self.labels
         elif self.labels is not None and self.labels.shape == targets.shape:
             targets = self.labels
-        result = linear_logprob(
-            hidden,
-            weight,
-            targets,
-            bias,
-            chunk_bytes=self.plan.chunk_bytes,
-            num_chunks=self.plan.num_chunks,
-            logit_chunk_multiplier=self.plan.logit_chunk_multiplier,
-            entropy_requires_grad=self.entropy == "differentiable",
-            **options,
-        )
+        elif fused is not None:
+            scored = self.labels != -100
+            fused = fused.map(lambda x: x[scored])
+        options |= {
+            "chunk_bytes": self.plan.chunk_bytes,
+            "num_chunks": self.plan.num_chunks,
+            "logit_chunk_multiplier": self.plan.logit_chunk_multiplier,
+        }
+        if fused is not None and (weight.requires_grad or (bias is not None and bias.requires_grad)):
+            result = fused.score(hidden, weight, targets, bias, **options)
+        else:
+            differentiable = self.entropy == "differentiable"
+            result = linear_logprob(hidden, weight, targets, bias, entropy_requires_grad=differentiable, **options)
         if self.source is None:
             return result
         return LogProbs(*(None if x is None else torch.nn.functional.pad(x, (0, rows - x.shape[0])) for x in result))

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from fastgrpo.trl.compat import LOSS_METHOD, stock_method
-from fastgrpo.trl.onpolicy import OldLogProbs
+from fastgrpo.kernels.backends import Backend, note_backend
+from fastgrpo.trl.compat import LOSS_METHOD, Standing
+from fastgrpo.trl.fused import FusedLoss, FusedRoute, attached
+from fastgrpo.trl.onpolicy import OldLogProbs, score_again
 from fastgrpo.trl.ordering import RowOrder, unseen
 from fastgrpo.trl.scoring import ScoringMethod
 from fastgrpo.trl.skipping import Kept, kept_rows
+
+logger = logging.getLogger("fastgrpo")
+
+
+def loss_backend(device_type: str, reason: str) -> Backend:
+    """How the loss of a head that trains comes to its gradient, and why not in one pass."""
+    return Backend("log-probs with a graph" if reason else "in one pass with its gradients", device_type, reason)
 
 
 class LossPass:
@@ -25,6 +35,12 @@ class LossPass:
         kept: rows that are computed; None = all.
         given: log-probs and entropies, where they are known already.
         counts: whether its metrics count.
+        fused: the loss in one pass with its gradients, where that may be.
+
+    Attributes:
+        found: log-probs and entropies, `[B, T]`, as TRL's loss gets them.
+        carried: `[B, T]` log-probs that lead to the fused loss; None where it was not computed.
+        leaf: `[B, T]` what TRL's loss gets in their place.
     """
 
     def __init__(
@@ -34,17 +50,41 @@ class LossPass:
         kept: Kept | None,
         given: tuple[Tensor, Tensor] | None = None,
         counts: bool = True,
+        fused: FusedLoss | None = None,
     ) -> None:
         self.inputs, self.old, self.kept, self.given, self.counts = inputs, old, kept, given, counts
+        self.fused = fused
         self.found: tuple[Tensor, Tensor | None] | None = None
+        self.carried: Tensor | None = None
+        self.leaf: Tensor | None = None
 
-    def scored(self, logprobs: Tensor, entropies: Tensor | None) -> None:
-        """Log-probs and entropies, `[B, T]`, before TRL's loss reads anything but them."""
-        self.found = (logprobs, entropies)
+    def scored(self, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """
+        Takes the log-probs and entropies, `[B, T]`, before TRL's loss reads anything but them.
+
+        Returns:
+            Both, as TRL's loss is to have them.
+        """
         self.old.complete(self.inputs, logprobs, None if self.kept is None else self.kept.rows, self.counts)
+        if self.fused is not None and self.fused.found:
+            self.carried = logprobs
+            old = self.fused.terms.old_logprobs
+            # A ratio of 1 where nothing was computed: what the mask is multiplied by must be finite.
+            elsewhere = torch.zeros_like(logprobs) if old is None else old.to(logprobs.dtype)
+            self.leaf = logprobs = torch.where(self.fused.counted, logprobs.detach(), elsewhere).requires_grad_()
+        self.found = (logprobs, entropies)
+        return self.found
+
+    def computed(self) -> Tensor:
+        """`[B, T]` bool, where log-probs of the fused loss were computed."""
+        counted = self.fused.counted
+        if self.kept is None:
+            return counted
+        rows = torch.zeros_like(counted[:, 0]).index_fill(0, self.kept.rows, True)
+        return counted & rows.unsqueeze(1)
 
 
-class LossMethod:
+class LossMethod(Standing):
     """
     The instance attribute that replaces a trainer's `_compute_loss`: TRL's own, in a `LossPass`.
 
@@ -56,6 +96,8 @@ class LossMethod:
         order: of the rows of an optimizer step; None = as TRL has them.
     """
 
+    replaces = LOSS_METHOD
+
     def __init__(
         self,
         trainer: GRPOTrainer,
@@ -66,9 +108,7 @@ class LossMethod:
     ) -> None:
         self.trainer, self.method, self.old, self.order = trainer, method, old, order
         self.skip_zero_advantage = skip_zero_advantage
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return stock_method(self.trainer, memo, LOSS_METHOD)
+        self.route = FusedRoute(trainer)
 
     def __call__(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self.method.handle.active:
@@ -96,11 +136,35 @@ class LossMethod:
         """A micro-batch's loss, and the log-probs and entropies it is made of."""
         in_training = torch.is_grad_enabled() or given is not None
         kept = kept_rows(inputs) if self.skip_zero_advantage and in_training else None
-        self.method.loss = LossPass(inputs, self.old, kept, given, counts)
+        self.method.loss = loss_pass = LossPass(inputs, self.old, kept, given, counts, self.route.begin(inputs))
         try:
             loss = getattr(type(self.trainer), LOSS_METHOD)(self.trainer, model, inputs)
-            found = self.method.loss.found
         finally:
             self.method.loss = None
         self.old.log()
-        return loss, found
+        if loss_pass.carried is not None:
+            loss = self._with_gradient(loss_pass, loss, model)
+        return loss, loss_pass.found
+
+    def _with_gradient(self, loss_pass: LossPass, loss: Tensor, model: torch.nn.Module) -> Tensor:
+        """A loss that TRL computed from a leaf, with its gradient."""
+        disagreement = self.route.disagreement(loss_pass.fused, loss_pass.leaf, loss)
+        if not disagreement:
+            return attached(loss_pass.carried, loss_pass.computed(), loss_pass.fused.found[0].detach())
+        self.route.because = f"the fused loss does not agree with TRL's: {disagreement}"
+        logger.warning(
+            "fastgrpo: %s. From here on the head computes log-probs with a graph, which takes four products instead of three. "
+            "Something changed what TRL's _compute_loss computes; please report it if it was not you.",
+            self.route.because,
+        )
+        note_backend("trainer loss", loss_backend(loss.device.type, self.route.because))
+        (grad,) = torch.autograd.grad(loss, loss_pass.leaf)
+        loss_pass.carried = None  # and with it the gradients of the fused loss
+        loss_pass.fused.found.clear()
+        self.method.loss = LossPass(loss_pass.inputs, self.old, loss_pass.kept)
+        try:
+            logprobs = score_again(self.method, model, loss_pass.inputs)
+        finally:
+            self.method.loss = None
+        surrogate = (logprobs * grad).sum()
+        return loss.detach() + (surrogate - surrogate.detach())

@@ -17,7 +17,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import nanmax, nanmin
 
 from fastgrpo.objective import sampler_importance_ratio
-from fastgrpo.trl.compat import GENERATE_METHOD, LOSS_METHOD, SCORING_METHOD, has_known_source, overrides, stock_method
+from fastgrpo.trl.compat import GENERATE_METHOD, LOSS_METHOD, SCORING_METHOD, has_known_source, overrides
 
 if TYPE_CHECKING:
     from fastgrpo.trl.scoring import ScoringMethod
@@ -46,18 +46,21 @@ class OldLogProbs:
 
     Args:
         trainer: whose.
+        method: its scoring.
     """
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: GRPOTrainer, method: ScoringMethod) -> None:
+        self.trainer, self.method = trainer, method
         self.window = StepWindow(trainer)
         self._tallies: dict[bool, SamplerTally] = {}  # of training and of evaluation
         self._adapters: list[Any] | None = None
         self._left_out = False
 
     def generate(self, generate: Callable[[Any], dict[str, Any]], inputs: Any) -> dict[str, Any]:
-        """A generation batch as TRL makes it, without the pass for old log-probs where the loss has them."""
+        """A generation batch as TRL makes it, without the pass for old log-probs where the loss has them; see `Around`."""
         trainer = self.trainer
+        if trainer.__dict__.get(SCORING_METHOD) is not self.method or LOSS_METHOD not in trainer.__dict__:
+            return generate(inputs)  # what was put over them later may score old log-probs, and no ratios
         training = trainer.model.training
         steps = trainer.args.steps_per_generation
         uses = steps * trainer.num_iterations
@@ -144,12 +147,8 @@ class OldLogProbs:
             return
         for inputs in trainer._buffered_inputs or ():
             if _RATIO not in inputs:
-                ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-                mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-                images = {name: inputs[name] for name in _IMAGES if name in inputs}
                 with torch.no_grad():
-                    logprobs, _, _ = score(trainer.model, ids, mask, inputs["completion_ids"].shape[1], **images)
-                self.complete(inputs, logprobs)
+                    self.complete(inputs, score_again(score, trainer.model, inputs))
 
 
 _IMAGES = (
@@ -158,36 +157,12 @@ _IMAGES = (
 )
 
 
-class GenerationMethod:
-    """
-    The instance attribute that replaces a trainer's `_generate_and_score_completions`: what stood there, in `OldLogProbs`.
-
-    Args:
-        trainer: whose method it replaces.
-        old: its.
-        generate: what stood there.
-        method: the patch's scoring method.
-    """
-
-    def __init__(
-        self, trainer: GRPOTrainer, old: OldLogProbs, generate: Callable[[Any], dict[str, Any]], method: ScoringMethod
-    ) -> None:
-        self.trainer, self.old, self.generate, self.method = trainer, old, generate, method
-
-    @property
-    def retired(self) -> bool:
-        """Whether the patch was taken back, so that what still stands here is what stood there."""
-        return not self.method.handle.active
-
-    def __call__(self, inputs: Any) -> dict[str, Any]:
-        # A scoring put over the patch's later might score old log-probs, and not the loss's.
-        intact = self.trainer.__dict__.get(SCORING_METHOD) is self.method and LOSS_METHOD in self.trainer.__dict__
-        if self.retired or not intact:
-            return self.generate(inputs)
-        return self.old.generate(self.generate, inputs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return stock_method(self.trainer, memo, GENERATE_METHOD)
+def score_again(score: Callable[..., Any], model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Log-probs, `[B, T]`, of a micro-batch outside TRL's `_compute_loss`, by a scoring method."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    images = {name: inputs[name] for name in _IMAGES if name in inputs}
+    return score(model, ids, mask, inputs["completion_ids"].shape[1], **images)[0]
 
 
 class StepWindow:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,12 +36,13 @@ from fastgrpo.trl.compat import (
 )
 from fastgrpo.trl.config import Options
 from fastgrpo.trl.freshness import Freshness
+from fastgrpo.trl.fused import head_trains, why_with_a_graph
 from fastgrpo.trl.heads import HeadDispatcher
 from fastgrpo.trl.layers import install_layers, remove_layers
-from fastgrpo.trl.loss import LossMethod
+from fastgrpo.trl.loss import LossMethod, loss_backend
 from fastgrpo.trl.metrics import StepMetrics
 from fastgrpo.trl.offload import Offload, offload_obstacle
-from fastgrpo.trl.onpolicy import GenerationMethod, OldLogProbs, corrects_sampler, old_pass_obstacle
+from fastgrpo.trl.onpolicy import OldLogProbs, corrects_sampler, old_pass_obstacle
 from fastgrpo.trl.ordering import RowOrder, order_obstacle
 from fastgrpo.trl.parts import check_limits
 from fastgrpo.trl.probe import Finding, probe
@@ -54,7 +54,7 @@ from fastgrpo.trl.sync import WeightSync, choose_sync
 
 logger = logging.getLogger("fastgrpo")
 
-_BACKEND_NOTES = ("packing", "trainer head", "old log-probs", "order of rows", "weight sync")
+_BACKEND_NOTES = ("packing", "trainer head", "trainer loss", "old log-probs", "order of rows", "weight sync")
 
 
 @dataclass(eq=False)
@@ -294,14 +294,13 @@ def _replace_methods(handle: Patch, method: ScoringMethod) -> None:
     _replace(handle, trainer, SCORING_METHOD, method)
     if overrides(trainer, LOSS_METHOD):
         return
-    old = OldLogProbs(trainer)
+    old = OldLogProbs(trainer, method)
     handle.order = None if handle.in_place_because else RowOrder(trainer, old.window)
     loss = LossMethod(trainer, method, old, handle.options.skip_zero_advantage, handle.order)
     _replace(handle, trainer, LOSS_METHOD, loss)
     if not handle.old_pass_because:
         method.old = handle.old = old
-        generate = _standing(trainer, GENERATE_METHOD)
-        _replace(handle, trainer, GENERATE_METHOD, GenerationMethod(trainer, old, generate, method))
+        _replace(handle, trainer, GENERATE_METHOD, Around(trainer, GENERATE_METHOD, old.generate))
 
 
 def unpatch(trainer: GRPOTrainer) -> None:
@@ -329,12 +328,6 @@ def find_patch(trainer: GRPOTrainer) -> Patch | None:
 def _replace(handle: Patch, owner: Any, name: str, value: Any) -> None:
     handle.replaced.append((owner, name, value, owner.__dict__.get(name)))
     setattr(owner, name, value)
-
-
-def _standing(trainer: GRPOTrainer, name: str) -> Callable[..., Any]:
-    """What a method of the trainer does now: an attribute of the object, or whatever its class says when called."""
-    present = trainer.__dict__.get(name)
-    return present or (lambda *args, **kwargs: getattr(type(trainer), name)(trainer, *args, **kwargs))
 
 
 # Patches in force; a trainer that is dropped without unpatching takes its own out.
@@ -384,6 +377,9 @@ def _show_backends(handle: Patch) -> None:
     note_backend("trainer head", head_backend(device))
     order = "as TRL shuffles them" if handle.in_place_because else "groups together within an optimizer step"
     note_backend("order of rows", Backend(order, device, handle.in_place_because))
+    if head_trains(handle.trainer):
+        reason = why_with_a_graph(handle.trainer, bool(handle.options.limits), not handle.old_pass_because)
+        note_backend("trainer loss", loss_backend(device, reason))
     if corrects_sampler(handle.trainer):
         way = (
             "a forward of their own"

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 
 from fastgrpo.runlog import RunLog
 from fastgrpo.trl.clock import StepClock
-from fastgrpo.trl.compat import stock_method
+from fastgrpo.trl.compat import Standing
 from fastgrpo.trl.config import Options
 from fastgrpo.trl.start import rollout_path
 from fastgrpo.versions import installed_version
@@ -162,7 +162,7 @@ class RunLogCallback(TrainerCallback):
         return times
 
 
-class LoggedTrain:
+class LoggedTrain(Standing):
     """
     Stands for a trainer's `train`: the same, with a run log of its own for every call, on the first process.
 
@@ -171,29 +171,28 @@ class LoggedTrain:
         options: `fastgrpo.Options` in force; `run_log` says where the log goes.
     """
 
+    replaces = "train"
+
     def __init__(self, trainer: GRPOTrainer, options: Options) -> None:
-        self._trainer, self._options = trainer, options
+        self.trainer, self._options = trainer, options
         self._train = trainer.train
         functools.update_wrapper(self, self._train)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return stock_method(self._trainer, memo, "train")
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trains as `trainer.train` does, with the same arguments and result."""
-        log = self._open() if self._trainer.is_world_process_zero() else None
+        log = self._open() if self.trainer.is_world_process_zero() else None
         if log is None:
             return self._train(*args, **kwargs)
         callback = RunLogCallback(log)
-        self._trainer.add_callback(callback)
+        self.trainer.add_callback(callback)
         try:
             with log:
                 return self._train(*args, **kwargs)
         finally:
-            self._trainer.remove_callback(callback)
+            self.trainer.remove_callback(callback)
 
     def _open(self) -> RunLog | None:
-        trainer, chosen = self._trainer, self._options.run_log
+        trainer, chosen = self.trainer, self._options.run_log
         path = Path(trainer.args.output_dir if chosen is True else chosen)
         if path.suffix != ".jsonl":
             path = path / "log.jsonl"

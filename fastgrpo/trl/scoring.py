@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,12 +23,13 @@ from fastgrpo.trl.attention import LAYOUT_ARGUMENT, Layout, is_installed, withou
 from fastgrpo.trl.compat import (
     LOSS_METHOD,
     SCORING_METHOD,
+    Standing,
     attention_of,
     has_attention_window,
     has_fused_head,
     overrides,
-    stock_method,
 )
+from fastgrpo.trl.fused import FusedLoss
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
 from fastgrpo.trl.images import LeftPackedForward
 from fastgrpo.trl.layers import FusedLayers
@@ -44,7 +46,7 @@ _IGNORE = -100
 Layouts = Literal["varlen", "left", "none"]
 
 
-class ScoringMethod:
+class ScoringMethod(Standing):
     """
     The instance attribute that replaces a trainer's `_get_per_token_logps_and_entropies`.
 
@@ -57,6 +59,8 @@ class ScoringMethod:
         limits: what may be alive at once.
         fuse: run LoRA layers, norms and rotary embeddings as one function each.
     """
+
+    replaces = SCORING_METHOD
 
     def __init__(
         self,
@@ -136,17 +140,18 @@ class ScoringMethod:
             with head_call(HeadCall(self.plan, entropy)), self.fused.in_use(), self._saving(model):
                 result = trainer_s_own(LeftPackedForward(model) if packed else model)
             if self.loss is not None:
-                self.loss.scored(*result[:2])
+                return *self.loss.scored(result[0], result[1]), result[2]
             return result
         with profiling_context(self.trainer, SCORING_METHOD):
             count = input_ids.shape[0]
-            kept = None if self.loss is None else self.loss.kept
+            kept, fused_loss = (None, None) if self.loss is None else (self.loss.kept, self.loss.fused)
             if kept is not None:
                 input_ids, attention_mask = input_ids[kept.rows], attention_mask[kept.rows]
+                fused_loss = None if fused_loss is None else fused_loss.map(lambda x: x[kept.rows])
             rows = batch_size or max(input_ids.shape[0], 1)
             with self._saving(model):
                 parts = [
-                    self._score_within_limits(model, ids, mask, logits_to_keep, entropy, compute_aux_loss)
+                    self._score_within_limits(model, ids, mask, logits_to_keep, entropy, compute_aux_loss, fused_loss)
                     for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
                 ]
             all_logprobs, all_entropies, aux_losses = zip(*parts, strict=True)
@@ -155,9 +160,11 @@ class ScoringMethod:
                 logprobs = kept.spread_logprobs(logprobs, count)
                 if entropies is not None:
                     scored = attention_mask[:, attention_mask.shape[1] - logits_to_keep :]
+                    if fused_loss is not None and fused_loss.found:
+                        scored = scored * fused_loss.counted
                     entropies = kept.spread_entropies(entropies, scored, count)
             if self.loss is not None:
-                self.loss.scored(logprobs, entropies)
+                logprobs, entropies = self.loss.scored(logprobs, entropies)
             return logprobs, entropies, torch.stack(aux_losses).mean() if compute_aux_loss else None
 
     def score(
@@ -180,10 +187,6 @@ class ScoringMethod:
             )
         return "left"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy of a patched trainer is a stock one: nobody could unpatch it.
-        return stock_method(self.trainer, memo, SCORING_METHOD)
-
     def _entropy_mode(self, compute_entropy: bool) -> Entropy:
         if not compute_entropy:
             return "none"
@@ -203,6 +206,7 @@ class ScoringMethod:
         logits_to_keep: int,
         entropy: Entropy,
         compute_aux_loss: bool,
+        fused_loss: FusedLoss | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.limits:
             scored = torch.zeros_like(attention_mask, dtype=torch.bool)
@@ -216,7 +220,9 @@ class ScoringMethod:
                 # What is kept of a part in host memory is not alive on the device.
                 recompute = self.offload is None
                 return *score_in_parts(model, score, input_ids, attention_mask, parts, recompute), None
-        return self._score(model, input_ids, attention_mask, logits_to_keep, entropy, compute_aux_loss, self.layout)
+        return self._score(
+            model, input_ids, attention_mask, logits_to_keep, entropy, compute_aux_loss, self.layout, fused_loss
+        )
 
     def _score(
         self,
@@ -227,6 +233,7 @@ class ScoringMethod:
         entropy: Entropy,
         compute_aux_loss: bool,
         layout: Layouts,
+        fused_loss: FusedLoss | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         attention_mask = (attention_mask != 0).to(input_ids.dtype)
         scored = attention_mask.bool()
@@ -237,8 +244,10 @@ class ScoringMethod:
             layout = "none"
         score = {"varlen": self._score_varlen, "left": self._score_left, "none": self._score_padded}[layout]
         inputs = {"output_router_logits": True} if compute_aux_loss else {}
+        if fused_loss is not None:
+            fused_loss = fused_loss.map(lambda x: torch.nn.functional.pad(x, (scored.shape[1] - x.shape[1], 0)))
         with self.fused.in_use():
-            logprobs, entropies, aux_loss = score(model, input_ids, attention_mask, scored, entropy, inputs)
+            logprobs, entropies, aux_loss = score(model, input_ids, attention_mask, scored, entropy, inputs, fused_loss)
         last = slice(input_ids.shape[1] - logits_to_keep, None)
         return (
             logprobs[:, last],
@@ -254,10 +263,14 @@ class ScoringMethod:
         scored: Tensor,
         entropy: Entropy,
         inputs: dict,
+        fused_loss: FusedLoss | None,
     ) -> Scores:
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        scored, fused_loss = _counted(scored, fused_loss)
         labels = input_ids.masked_fill(~scored, _IGNORE)[:, 1:]
-        scores = score_with_head(self.trainer, model, inputs, HeadCall(self.plan, entropy, labels))
+        if fused_loss is not None:
+            fused_loss = fused_loss.map(lambda x: x[:, 1:].reshape(-1))
+        scores = score_with_head(self.trainer, model, inputs, HeadCall(self.plan, entropy, labels, fused=fused_loss))
         return scores.map(lambda values: torch.nn.functional.pad(values, (1, 0)))
 
     def _score_left(
@@ -268,6 +281,7 @@ class ScoringMethod:
         scored: Tensor,
         entropy: Entropy,
         inputs: dict,
+        fused_loss: FusedLoss | None,
     ) -> Scores:
         packed = left_pack(input_ids, attention_mask)
         if inputs:
@@ -276,8 +290,11 @@ class ScoringMethod:
         inputs["input_ids"] = packed.input_ids
         if self.explicit_positions:
             inputs["position_ids"] = packed.position_ids
+        scored, fused_loss = _counted(scored, fused_loss)
         labels = packed.take(input_ids.masked_fill(~scored, _IGNORE))[:, 1:]
-        scores = score_with_head(self.trainer, model, inputs, HeadCall(self.plan, entropy, labels))
+        if fused_loss is not None:
+            fused_loss = fused_loss.map(lambda x: packed.take(x)[:, 1:].reshape(-1))
+        scores = score_with_head(self.trainer, model, inputs, HeadCall(self.plan, entropy, labels, fused=fused_loss))
         return scores.map(lambda values: packed.restore(torch.nn.functional.pad(values, (1, 0))))
 
     def _score_varlen(
@@ -288,13 +305,19 @@ class ScoringMethod:
         scored: Tensor,
         entropy: Entropy,
         inputs: dict,
+        fused_loss: FusedLoss | None,
     ) -> Scores:
         prompts = ((attention_mask != 0) & ~scored).sum(1)
         # The router's loss counts every token of every row, so a shared prompt would count once instead of G times.
         packed = pack(input_ids, attention_mask, prompts, self.share_prefix and not inputs)
         layout = Layout(tuple(packed.segments))
         inputs |= {"input_ids": packed.tokens, "position_ids": packed.position_ids, LAYOUT_ARGUMENT: layout}
-        call = HeadCall(self.plan, entropy, input_ids[scored], packed.previous()[scored])
+        scored, fused_loss = _counted(scored, fused_loss)
+        place = scored.flatten().nonzero().squeeze(1)
+        if fused_loss is not None:
+            fused_loss = fused_loss.map(lambda x: x.flatten()[place])
+        labels, source = (values.flatten()[place] for values in (input_ids, packed.previous()))
+        call = HeadCall(self.plan, entropy, labels, source, fused_loss)
         with without_masks():
             scores = score_with_head(self.trainer, model, inputs, call)
         if not layout.windows:
@@ -307,6 +330,14 @@ class ScoringMethod:
             return values.new_zeros(scored.shape).masked_scatter(scored, values[0, :count])
 
         return scores.map(beside_tokens)
+
+
+def _counted(scored: Tensor, fused_loss: FusedLoss | None) -> tuple[Tensor, FusedLoss | None]:
+    """What is scored: with a fused_loss loss, what that counts."""
+    if fused_loss is None:
+        return scored, None
+    counted = scored & fused_loss.counted
+    return counted, replace(fused_loss, counted=counted)
 
 
 def _cannot_be_packed(attention_mask: Tensor, scored: Tensor) -> bool:

@@ -73,6 +73,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Whose head trains and whose loss is row-local.
+FUSED = {"full, checkpointing", "an empty rank, full", "trained copy of the head"}
+
 
 def train(folder: Path, patched: bool, case: dict[str, Any]) -> tuple[GRPOTrainer, dict[str, torch.Tensor]]:
     settings = dict(case)
@@ -96,6 +99,8 @@ def main(folder: Path) -> None:
         stock, before = train(folder, False, settings)
         patched, _ = train(folder, True, settings)
         assert isinstance(patched.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+        route = patched._compute_loss.route
+        assert not route.because and bool(route.checked) == (case in FUSED)
         assert [b["completion_ids"].tolist() for b in stock._buffered_inputs] == [
             b["completion_ids"].tolist() for b in patched._buffered_inputs
         ]
