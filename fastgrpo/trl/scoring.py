@@ -333,7 +333,7 @@ class ScoringMethod(Standing):
 
 
 def _counted(scored: Tensor, fused_loss: FusedLoss | None) -> tuple[Tensor, FusedLoss | None]:
-    """What is scored: with a fused_loss loss, what that counts."""
+    """What is scored: with a fused loss, what that counts."""
     if fused_loss is None:
         return scored, None
     counted = scored & fused_loss.counted

@@ -180,7 +180,8 @@ def test_after_an_interruption_amid_a_step_the_rest_of_the_batch_is_scored_as_tr
     """From then on every step uses the last micro-batch of a batch that was generated before the step."""
     results = []
     for patched in (False, True):
-        trainer = tiny_trainer(tmp_path, **SAMPLED)
+        # A loss whose rows stay in TRL's micro-batches: others have metrics at the end of the step only.
+        trainer = tiny_trainer(tmp_path, loss_type="grpo", **SAMPLED)
         before = trained_parameters(trainer)
         if patched:
             fastgrpo.patch(trainer)
@@ -205,8 +206,9 @@ class Unpatching(TrainerCallback):
 
 @pytest.mark.filterwarnings("error:fastgrpo.unpatch")
 def test_a_patch_may_be_taken_back_amid_a_step_and_leaves_nothing(tmp_path):
-    stock, _ = run(tmp_path, patched=False, **SAMPLED)
-    trainer = tiny_trainer(tmp_path, **SAMPLED)
+    settings = {**SAMPLED, "loss_type": "grpo"}  # whose rows stay in TRL's micro-batches, and its metrics with them
+    stock, _ = run(tmp_path, patched=False, **settings)
+    trainer = tiny_trainer(tmp_path, **settings)
     attributes = set(trainer.__dict__)
     fastgrpo.patch(trainer)
     trainer.add_callback(Unpatching(trainer))
