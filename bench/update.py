@@ -77,7 +77,7 @@ class Workload:
             intermediate_size=self.intermediate,
             vocab_size=self.vocabulary,
             tie_word_embeddings=True,
-            max_position_embeddings=8192,
+            max_position_embeddings=max(8192, self.prompt_tokens[1] + self.completion_max),
             initializer_range=0.04,
             pad_token_id=0,
             bos_token_id=1,
