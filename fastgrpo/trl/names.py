@@ -172,7 +172,7 @@ def _replacement(value: Any, by: dict[type, type]) -> type | None:
 
 def _modules_that_know(classes: Iterable[type]) -> list[tuple[str, ModuleType]]:
     """(name, module) for every module that holds one of the classes, or a module of TRL."""
-    modules = [(name, module) for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)]
+    modules = [(name, module) for name, module in list(sys.modules.items()) if issubclass(type(module), ModuleType)]
     known = {id(cls) for cls in classes} | {id(module) for name, module in modules if name.split(".")[0] == "trl"}
     return [
         (name, module)

@@ -55,14 +55,15 @@ def price_of(name: str, config: Any, model: Any, has_adapter: bool) -> str:
     if has_adapter or _has_adapter(model):
         return f"{forward}; no second model, since the adapter can be switched off"
     size = reference_gb(model, config)
-    return f"{forward}, and a second copy of the model{f' of {size:.3g} GB' if size is not None else ''}"
+    of_size = f" of {size:.3g} GB" if size is not None else ""
+    return f"{forward}, and a second copy of the model{of_size}, loaded from {_name_of(model)}"
 
 
 def can_have_reference(model: Any, has_adapter: bool) -> bool:
     """Whether TRL can build the reference model: it loads it from where the policy came from, or switches the adapter off."""
     if isinstance(model, str) or has_adapter or _has_adapter(model):
         return True
-    return bool(getattr(model.config, "_name_or_path", ""))
+    return bool(_name_of(model))
 
 
 def _has_adapter(model: Any) -> bool:
@@ -95,10 +96,13 @@ def reference_gb(model: Any, config: Any) -> float | None:
     return sum(parameter.numel() for parameter in model.parameters()) * size / 1e9
 
 
+def _name_of(model: Any) -> str:
+    return model if isinstance(model, str) else trl_utils.get_config_model_id(model.config)
+
+
 def _declaration(model: Any, init: dict[str, Any], config: Any) -> PretrainedConfig:
-    name = model if isinstance(model, str) else trl_utils.get_config_model_id(model.config)
     known = {key: init[key] for key in ("revision",) if key in init}
-    return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, **known)
+    return AutoConfig.from_pretrained(_name_of(model), trust_remote_code=config.trust_remote_code, **known)
 
 
 def _without_weights(config: PretrainedConfig) -> torch.nn.Module:
