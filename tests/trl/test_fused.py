@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from twins import assert_twins, run
 import fastgrpo
 from fastgrpo.kernels import reference
 from fastgrpo.kernels.backends import Backend
+from fastgrpo.objective import RowTerms
 from fastgrpo.trl.fused import FusedLoss, attached
+from fastgrpo.trl.loss import LossPass
 
 PRODUCTS = ("project", "back_project", "add_weight_grad")
 HEAD_COPY = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
@@ -136,7 +139,6 @@ def test_where_a_token_s_coefficient_depends_on_other_tokens_the_logits_are_comp
 
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 def test_tokens_of_an_environment_are_not_computed(products, tmp_path):
-    """Tokens an old log-prob of which says nothing good: the ratio to it must not reach the loss."""
     settings = {"rollout_func": scripted_rollout, "pad_is_eos": True, "num_iterations": 2}
     compared(tmp_path, products, max_steps=2, **settings)
     trainer = tiny_trainer(
@@ -213,6 +215,15 @@ def test_an_evaluation_computes_statistics_only(products, tmp_path):
     products.clear()
     trainer.evaluate()
     assert {name for name, _ in products} == {"project"}
+
+
+def test_what_is_not_computed_has_a_ratio_of_one_whatever_its_old_log_prob():
+    old = torch.tensor([[-1.0, -1e4]])
+    terms = RowTerms(torch.ones(1, 2), torch.ones(1, 2), old_logprobs=old)
+    fused = FusedLoss(fastgrpo.Objective(), terms, torch.tensor([[True, False]]), found=[torch.zeros(())])
+    loss_pass = LossPass({}, types.SimpleNamespace(complete=lambda *_: None), None, fused=fused)
+    logprobs, _ = loss_pass.scored(torch.tensor([[-0.5, 0.0]]), None)
+    assert logprobs.tolist() == [[-0.5, -1e4]] and logprobs.requires_grad
 
 
 def test_the_gradient_of_an_attached_loss_goes_to_one_log_prob():
