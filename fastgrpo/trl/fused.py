@@ -8,6 +8,7 @@ leaf. Where they do not, the log-probs are computed with a graph, and the fused 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -171,15 +172,15 @@ class FusedRoute:
             leaf: `[B, T]` log-probs that TRL's loss was computed from.
             loss: TRL's.
         """
-        terms, ours, theirs = fused.terms, fused.found[0].detach(), loss.detach()
+        terms = fused.terms
         sizes = terms.token_weights * terms.advantages.abs()
         if terms.multiplier is not None:
             sizes = torch.where(fused.counted, sizes * terms.multiplier.abs(), 0.0)
-        limit = _AGREEMENT * (sizes.sum() + theirs.abs())
-        agree = ((ours - theirs).abs() <= limit) | ((ours == theirs) | ~(ours.isfinite() | theirs.isfinite()))
         # TRL has just copied its metrics to the host, so there is nothing to wait for.
-        if not agree:
-            return f"it is {ours.item():.6g}, TRL's {theirs.item():.6g}"
+        ours, theirs, size = torch.stack([fused.found[0].detach(), loss.detach(), sizes.sum()]).tolist()
+        agree = abs(ours - theirs) <= _AGREEMENT * (size + abs(theirs))
+        if not agree and (math.isfinite(ours) or math.isfinite(theirs)):
+            return f"it is {ours:.6g}, TRL's {theirs:.6g}"
         kind = (fused.objective.loss_type, fused.objective.importance_sampling_level, *(x is None for x in terms))
         if kind in self.checked:
             return ""
