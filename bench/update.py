@@ -43,7 +43,8 @@ class Workload:
         family: `"llama"` or `"qwen3"`.
         shared: the completions of a prompt have it in common; False = every row has an own prompt of that length.
         cases: what is measured: (`"lora"` or `"full"`, with gradient checkpointing).
-        reference: whether gradients are also compared with those of an unpatched float32 run, where the precision is another.
+        reference: whether gradients are also compared with those of an unpatched float32 run, where the precision is another
+            and memory is not short: with gradient checkpointing.
     """
 
     name: str
@@ -433,7 +434,7 @@ def _measure(
                 "first_seconds": seconds[0] if device.type == "cuda" else None,
             }
         lines[PATCHED]["patch_seconds"] = patch_seconds
-        if workload.reference and precision != "float32":
+        if workload.reference and checkpointing and precision != "float32":
             exact = build_trainer(workload, batch, device, "float32", kind, checkpointing, old_pass, folder)
             with torch.no_grad():
                 for to, of in zip(exact.model.parameters(), trainers[STOCK].model.parameters(), strict=True):

@@ -166,9 +166,9 @@ def test_update_measures_stock_and_patched_on_the_same_gradients(tmp_path: Path)
 def test_gradients_of_both_are_set_beside_a_float32_run(tmp_path: Path) -> None:
     path = tmp_path / "update.json"
     assert main([*UPDATE, "--precision", "bfloat16", "--train", "lora", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 4
-    assert all(1e-4 < row["grad_error"] < 0.05 for row in rows)
+    errors = [row.get("grad_error") for row in json.loads(path.read_text())["rows"]]
+    assert errors[:2] == [None, None]
+    assert all(1e-4 < error < 0.05 for error in errors[2:])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
