@@ -15,6 +15,9 @@
 
 #include "cuda/merge.h"
 #include "cuda/rotary.h"
+#include "cuda/compact.h"
+#include "cuda/grpo.h"
+#include "cuda/pack.h"
 #include "cuda/row_args.h"
 #include "cuda/scale.h"
 
@@ -250,6 +253,16 @@ void row_pass(const Tensor& logits, const Tensor& targets, const OptionalTensor&
   call.launch();
 }
 
+ObjectiveParams objective_params(const char* op, int64_t loss_type, double epsilon_low, double epsilon_high, double delta,
+                                 double beta, bool bias_correct_kl, double sapo_temperature_pos,
+                                 double sapo_temperature_neg) {
+  if (loss_type < 0 || loss_type > static_cast<int64_t>(LossType::vespo)) {
+    fail(op, ": loss_type is ", loss_type, "; it must be a place in fastgrpo.objective.LOSS_TYPES.");
+  }
+  return {static_cast<LossType>(loss_type), epsilon_low, epsilon_high, delta, beta, bias_correct_kl, sapo_temperature_pos,
+          sapo_temperature_neg};
+}
+
 void row_objective(const Tensor& logits, const Tensor& targets, const OptionalTensor& bias, double temperature,
                    double logit_scale, std::optional<double> softcap, const Tensor& logprobs, const Tensor& lse,
                    const OptionalTensor& entropy, const Tensor& advantages, const Tensor& token_weights,
@@ -261,14 +274,11 @@ void row_objective(const Tensor& logits, const Tensor& targets, const OptionalTe
   Call call("row_objective", logits, targets, bias, temperature, logit_scale, softcap);
   call.statistics(logprobs, lse, entropy);
   call.gradients(grad, std::nullopt, grad_scale);
-  if (loss_type < 0 || loss_type > static_cast<int64_t>(LossType::vespo)) {
-    fail("row_objective: loss_type is ", loss_type, "; it must be a place in fastgrpo.objective.LOSS_TYPES.");
-  }
   if (beta != 0 && !ref_logprobs.has_value()) fail("row_objective: beta is ", beta, ", so ref_logprobs must be given.");
   RowArgs& args = call.args;
   args.coefficients = Coefficients::objective;
-  args.params = {static_cast<LossType>(loss_type), epsilon_low, epsilon_high, delta, beta, bias_correct_kl,
-                 sapo_temperature_pos, sapo_temperature_neg};
+  args.params = objective_params("row_objective", loss_type, epsilon_low, epsilon_high, delta, beta, bias_correct_kl,
+                                 sapo_temperature_pos, sapo_temperature_neg);
   args.advantages = call.check.values("advantages", advantages);
   args.token_weights = call.check.values("token_weights", token_weights);
   args.old_logprobs = call.check.values("old_logprobs", old_logprobs);
@@ -301,92 +311,280 @@ GradDtype grad_dtype_of(const char* op, const Tensor& out) {
   return type == ScalarType::Half ? GradDtype::float16 : GradDtype::bfloat16;
 }
 
-// Contiguous, on the device of `out`, of a dtype and a number of elements.
-void* flat(const char* op, const Tensor& out, const char* name, const Tensor& tensor, ScalarType type, int64_t count) {
-  if (!tensor.is_cuda() || tensor.get_device_index() != out.get_device_index()) {
-    fail(op, ": ", name, " is not on the device of out; move it there.");
+// Contiguous arrays of one call, all on the device of the tensor named `like`.
+struct Arrays {
+  const char* op;
+  const char* like_name;
+  const Tensor& like;
+
+  Arrays(const char* op_, const char* like_name_, const Tensor& like_) : op(op_), like_name(like_name_), like(like_) {
+    if (!like.is_cuda()) fail(op, ": ", like_name, " is not on a CUDA device; this op has CUDA kernels only.");
   }
-  if (tensor.scalar_type() != type || tensor.numel() != count || !tensor.is_contiguous()) {
-    fail(op, ": ", name, " is ", name_of(tensor.scalar_type()), " of shape ", shape_of(tensor), "; it must be contiguous ",
-         name_of(type), " with ", count, " elements.");
+
+  void* array(const char* name, const Tensor& tensor, ScalarType type, int64_t count) const {
+    if (!tensor.is_cuda() || tensor.get_device_index() != like.get_device_index()) {
+      fail(op, ": ", name, " is not on the device of ", like_name, "; move it there.");
+    }
+    if (tensor.scalar_type() != type || tensor.numel() != count || !tensor.is_contiguous()) {
+      fail(op, ": ", name, " is ", name_of(tensor.scalar_type()), " of shape ", shape_of(tensor), "; it must be contiguous ",
+           name_of(type), " with ", count, " elements.");
+    }
+    return tensor.data_ptr();
   }
-  return tensor.data_ptr();
-}
+
+  float* floats(const char* name, const OptionalTensor& tensor, int64_t count) const {
+    return tensor.has_value() ? static_cast<float*>(array(name, *tensor, ScalarType::Float, count)) : nullptr;
+  }
+
+  int64_t* longs(const char* name, const OptionalTensor& tensor, int64_t count) const {
+    return tensor.has_value() ? static_cast<int64_t*>(array(name, *tensor, ScalarType::Long, count)) : nullptr;
+  }
+
+  // int32 or int64; returns whether 64 bit.
+  bool ids(const char* name, const Tensor& tensor, int64_t count, const void*& data) const {
+    const bool is_long = tensor.scalar_type() == ScalarType::Long;
+    data = array(name, tensor, is_long ? ScalarType::Long : ScalarType::Int, count);
+    return is_long;
+  }
+
+  // One value a sequence, or one a row; returns whether a row.
+  bool per_row(const char* name, const Tensor& tensor, int64_t sequences, int64_t rows) const {
+    if (tensor.numel() != sequences && tensor.numel() != rows) {
+      fail(op, ": ", name, " has shape ", shape_of(tensor), "; it must have ", sequences, " elements, one a sequence, or ", rows,
+           ", one a row.");
+    }
+    return tensor.numel() != sequences;
+  }
+
+  template <typename Launcher, typename... Values>
+  void launch(Launcher launcher, const Values&... values) const {
+    const int device = like.get_device_index();
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    void* stream = stream_of(op, device);
+    require_success(op, launcher(values..., stream));
+  }
+};
 
 void scale_round(const Tensor& values, const Tensor& factor, const Tensor& out) {
-  const char* op = "scale_round";
-  if (!out.is_cuda()) fail(op, ": out is not on a CUDA device; this op has CUDA kernels only.");
-  const GradDtype dtype = grad_dtype_of(op, out);
-  const int device = out.get_device_index();
-  const auto* from = static_cast<const float*>(flat(op, out, "values", values, ScalarType::Float, out.numel()));
-  const auto* by = static_cast<const float*>(flat(op, out, "factor", factor, ScalarType::Float, 1));
-  void* into = flat(op, out, "out", out, out.scalar_type(), out.numel());
+  const Arrays arrays("scale_round", "out", out);
+  const GradDtype dtype = grad_dtype_of(arrays.op, out);
+  const float* from = arrays.floats("values", values, out.numel());
+  const float* by = arrays.floats("factor", factor, 1);
+  void* into = arrays.array("out", out, out.scalar_type(), out.numel());
   if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(into)) % 16 != 0) {
-    fail(op, ": values and out must start at a multiple of 16 bytes.");
+    fail(arrays.op, ": values and out must start at a multiple of 16 bytes.");
   }
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = stream_of(op, device);
-  require_success(op, fastgrpo_scale_round(from, by, into, dtype, out.numel(), stream));
+  arrays.launch(fastgrpo_scale_round, from, by, into, dtype, out.numel());
 }
 
 void weigh_slopes(const OptionalTensor& grad_logprobs, const Tensor& logprob_slope, const OptionalTensor& grad_entropy,
                   const OptionalTensor& entropy_slope, const Tensor& targets, int64_t vocabulary, const Tensor& out) {
-  const char* op = "weigh_slopes";
-  if (!out.is_cuda()) fail(op, ": out is not on a CUDA device; this op has CUDA kernels only.");
-  if (out.dim() != 2) fail(op, ": out has shape ", shape_of(out), "; it must be [rows, width].");
-  const GradDtype dtype = grad_dtype_of(op, out);
-  const int device = out.get_device_index();
+  const Arrays arrays("weigh_slopes", "out", out);
+  if (out.dim() != 2) fail(arrays.op, ": out has shape ", shape_of(out), "; it must be [rows, width].");
+  const GradDtype dtype = grad_dtype_of(arrays.op, out);
   const int64_t rows = out.size(0), width = out.size(1);
-  if (rows >= (int64_t{1} << 31) || width >= (int64_t{1} << 31)) fail(op, ": out has shape ", shape_of(out), ", which is too large.");
-  const auto values = [&](const char* name, const OptionalTensor& tensor, int64_t count) {
-    return tensor.has_value() ? static_cast<const float*>(flat(op, out, name, *tensor, ScalarType::Float, count)) : nullptr;
-  };
-  const float* g = values("grad_logprobs", grad_logprobs, rows);
-  const float* u = values("logprob_slope", logprob_slope, rows * width);
-  const float* h = values("grad_entropy", grad_entropy, rows);
-  const float* v = values("entropy_slope", entropy_slope, rows * width);
-  if (h != nullptr && v == nullptr) fail(op, ": grad_entropy is given, so entropy_slope must be.");
-  const auto* ids = static_cast<const int64_t*>(flat(op, out, "targets", targets, ScalarType::Long, rows));
-  void* into = flat(op, out, "out", out, out.scalar_type(), out.numel());
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = stream_of(op, device);
-  require_success(op, fastgrpo_weigh_slopes(g, u, h, v, ids, vocabulary, into, dtype, static_cast<int>(rows),
-                                            static_cast<int>(width), stream));
+  if (rows >= (int64_t{1} << 31) || width >= (int64_t{1} << 31)) {
+    fail(arrays.op, ": out has shape ", shape_of(out), ", which is too large.");
+  }
+  const float* g = arrays.floats("grad_logprobs", grad_logprobs, rows);
+  const float* u = arrays.floats("logprob_slope", logprob_slope, rows * width);
+  const float* h = arrays.floats("grad_entropy", grad_entropy, rows);
+  const float* v = arrays.floats("entropy_slope", entropy_slope, rows * width);
+  if (h != nullptr && v == nullptr) fail(arrays.op, ": grad_entropy is given, so entropy_slope must be.");
+  const int64_t* ids = arrays.longs("targets", targets, rows);
+  void* into = arrays.array("out", out, out.scalar_type(), out.numel());
+  arrays.launch(fastgrpo_weigh_slopes, g, u, h, v, ids, vocabulary, into, dtype, static_cast<int>(rows),
+                static_cast<int>(width));
+}
+
+void compact_rows(const Tensor& targets, int64_t vocabulary, const OptionalTensor& first, const OptionalTensor& second,
+                  const Tensor& wanted, const OptionalTensor& others, const Tensor& counts) {
+  const Arrays arrays("compact_rows", "targets", targets);
+  CompactArgs args{};
+  args.rows = targets.numel();
+  args.vocabulary = vocabulary;
+  args.targets_are_64_bit = arrays.ids("targets", targets, args.rows, args.targets);
+  args.first = arrays.floats("first", first, args.rows);
+  args.second = arrays.floats("second", second, args.rows);
+  args.wanted = arrays.longs("wanted", wanted, args.rows);
+  args.others = arrays.longs("others", others, args.rows);
+  args.counts = arrays.longs("counts", counts, 2);
+  arrays.launch(fastgrpo_compact, &args);
+}
+
+int sequences_of(const char* op, int64_t count) {
+  if (count < 0 || count >= (int64_t{1} << 31)) fail(op, ": there are ", count, " sequences; give 1 to 2^31 - 1.");
+  return static_cast<int>(count);
+}
+
+void grpo_rows(const Tensor& segments, const Tensor& targets, int64_t vocabulary, const OptionalTensor& mask,
+               const Tensor& advantages, const OptionalTensor& sampler_ratio, int64_t normaliser, double factor,
+               double accumulation, const OptionalTensor& items, double items_factor, double entropy_coef, double k_pos,
+               double lambda_pos, double k_neg, double lambda_neg, const Tensor& counted_targets,
+               const Tensor& row_advantages, const Tensor& weights, const OptionalTensor& multiplier,
+               const OptionalTensor& phi, const OptionalTensor& entropy_weights, const OptionalTensor& phi_of_sequence,
+               const Tensor& sizes) {
+  const Arrays arrays("grpo_rows", "segments", segments);
+  if (normaliser < 0 || normaliser > static_cast<int64_t>(Normaliser::sequence)) {
+    fail("grpo_rows: normaliser is ", normaliser, "; it must be a place in Normaliser of csrc/cuda/grpo.h.");
+  }
+  const int64_t rows = targets.numel();
+  GrpoRowsArgs args{};
+  args.sequences = sequences_of(arrays.op, segments.numel() - 1);
+  args.rows = rows;
+  args.vocabulary = vocabulary;
+  args.segments_are_64_bit = arrays.ids("segments", segments, segments.numel(), args.segments);
+  args.targets_are_64_bit = arrays.ids("targets", targets, rows, args.targets);
+  if (mask.has_value()) args.mask = static_cast<const bool*>(arrays.array("mask", *mask, ScalarType::Bool, rows));
+  args.advantages_per_row = arrays.per_row("advantages", advantages, args.sequences, rows);
+  args.advantages = arrays.floats("advantages", advantages, advantages.numel());
+  if (sampler_ratio.has_value()) {
+    args.sampler_ratio_per_row = arrays.per_row("sampler_ratio", *sampler_ratio, args.sequences, rows);
+    args.sampler_ratio = arrays.floats("sampler_ratio", sampler_ratio, sampler_ratio->numel());
+  }
+  args.normaliser = static_cast<Normaliser>(normaliser);
+  args.factor = factor, args.accumulation = accumulation, args.items_factor = items_factor, args.entropy_coef = entropy_coef;
+  args.items = arrays.floats("items", items, 1);
+  args.k_pos = k_pos, args.lambda_pos = lambda_pos, args.k_neg = k_neg, args.lambda_neg = lambda_neg;
+  args.counted_targets = arrays.longs("counted_targets", counted_targets, rows);
+  args.row_advantages = arrays.floats("row_advantages", row_advantages, rows);
+  args.weights = arrays.floats("weights", weights, rows);
+  args.multiplier = arrays.floats("multiplier", multiplier, rows);
+  args.phi = arrays.floats("phi", phi, rows);
+  args.entropy_weights = arrays.floats("entropy_weights", entropy_weights, rows);
+  args.phi_of_sequence = arrays.floats("phi_of_sequence", phi_of_sequence, args.sequences);
+  args.sizes = arrays.longs("sizes", sizes, 4);
+  if (args.multiplier != nullptr && args.sampler_ratio == nullptr) fail("grpo_rows: multiplier is wanted without sampler_ratio.");
+  if (args.phi_of_sequence != nullptr && args.advantages_per_row) fail("grpo_rows: phi_of_sequence needs advantages a sequence.");
+  arrays.launch(fastgrpo_grpo_rows, &args);
+}
+
+void grpo_sums(const OptionalTensor& segments, const Tensor& counted_targets, const Tensor& logprobs,
+               const Tensor& advantages, const Tensor& weights, const OptionalTensor& entropy,
+               const OptionalTensor& old_logprobs, const OptionalTensor& ref_logprobs, const OptionalTensor& multiplier,
+               const OptionalTensor& phi, const OptionalTensor& entropy_weights,
+               const OptionalTensor& sequence_advantages, const OptionalTensor& phi_of_sequence, int64_t loss_type,
+               double epsilon_low, double epsilon_high, double delta, double beta, bool bias_correct_kl,
+               double sapo_temperature_pos, double sapo_temperature_neg, double policy_scale, bool sequence_level,
+               const Tensor& partials, const Tensor& sums, const Tensor& clips) {
+  const Arrays arrays("grpo_sums", "logprobs", logprobs);
+  const int64_t rows = logprobs.numel();
+  GrpoSumsArgs args{};
+  args.sequences = sequences_of(arrays.op, segments.has_value() ? segments->numel() - 1 : clips.numel() / 2);
+  if (segments.has_value()) args.segments_are_64_bit = arrays.ids("segments", *segments, args.sequences + 1, args.segments);
+  args.rows = rows;
+  args.counted_targets = arrays.longs("counted_targets", counted_targets, rows);
+  args.params = objective_params(arrays.op, loss_type, epsilon_low, epsilon_high, delta, beta, bias_correct_kl,
+                                 sapo_temperature_pos, sapo_temperature_neg);
+  if (beta != 0 && !ref_logprobs.has_value()) fail("grpo_sums: beta is ", beta, ", so ref_logprobs must be given.");
+  if (sequence_level && !sequence_advantages.has_value()) fail("grpo_sums: sequence_level needs sequence_advantages.");
+  args.policy_scale = policy_scale;
+  args.sequence_level = sequence_level;
+  args.logprobs = arrays.floats("logprobs", logprobs, rows);
+  args.advantages = arrays.floats("advantages", advantages, rows);
+  args.weights = arrays.floats("weights", weights, rows);
+  args.entropy = arrays.floats("entropy", entropy, rows);
+  args.old_logprobs = arrays.floats("old_logprobs", old_logprobs, rows);
+  args.ref_logprobs = arrays.floats("ref_logprobs", ref_logprobs, rows);
+  args.multiplier = arrays.floats("multiplier", multiplier, rows);
+  args.phi = arrays.floats("phi", phi, rows);
+  args.entropy_weights = arrays.floats("entropy_weights", entropy_weights, rows);
+  args.sequence_advantages = arrays.floats("sequence_advantages", sequence_advantages, args.sequences);
+  args.phi_of_sequence = arrays.floats("phi_of_sequence", phi_of_sequence, args.sequences);
+  args.partials = static_cast<double*>(
+      arrays.array("partials", partials, ScalarType::Double, int64_t{args.sequences} * (kGrpoSums + 1)));
+  args.sums = arrays.floats("sums", sums, 2 * kGrpoSums);
+  args.clips = arrays.floats("clips", clips, int64_t{2} * args.sequences);
+  arrays.launch(fastgrpo_grpo_sums, &args);
+}
+
+void left_pack(const Tensor& mask, const Tensor& index, const Tensor& counts) {
+  const Arrays arrays("left_pack_into", "mask", mask);
+  const ScalarType type = mask.scalar_type();
+  if (type != ScalarType::Bool && type != ScalarType::Byte && type != ScalarType::Int && type != ScalarType::Long) {
+    fail(arrays.op, ": mask is ", name_of(type), "; it must be torch.bool, uint8, int32 or int64.");
+  }
+  if (mask.dim() != 2 || mask.size(0) >= (int64_t{1} << 31) || mask.size(1) >= (int64_t{1} << 31)) {
+    fail(arrays.op, ": mask has shape ", shape_of(mask), "; it must be [rows, width], each below 2^31.");
+  }
+  LeftPackArgs args{};
+  args.mask = arrays.array("mask", mask, type, mask.numel());
+  args.mask_bytes = static_cast<int>(mask.element_size());
+  args.rows = static_cast<int>(mask.size(0)), args.width = static_cast<int>(mask.size(1));
+  args.index = arrays.longs("index", index, mask.numel());
+  args.counts = arrays.longs("counts", counts, args.rows);
+  arrays.launch(fastgrpo_left_pack, &args);
+}
+
+void take_rows(const Tensor& values, const Tensor& rows, int64_t pattern, const Tensor& out) {
+  const Arrays arrays("take_rows_into", "values", values);
+  if (values.dim() == 0 || out.dim() == 0) fail(arrays.op, ": values and out must be [rows, ...].");
+  TakeRowsArgs args{};
+  args.count = rows.numel();
+  const int64_t width = args.count > 0 ? out.numel() / args.count : 0;
+  if (values.numel() != values.size(0) * width && args.count > 0) {
+    fail(arrays.op, ": values has shape ", shape_of(values), " and out ", shape_of(out), "; rows of both must be as long.");
+  }
+  args.values = arrays.array("values", values, values.scalar_type(), values.numel());
+  args.rows = arrays.longs("rows", rows, args.count);
+  args.out = arrays.array("out", out, values.scalar_type(), args.count * width);
+  args.row_bytes = width * static_cast<int64_t>(values.element_size());
+  args.pattern = static_cast<uint64_t>(pattern);
+  arrays.launch(fastgrpo_take_rows, &args);
+}
+
+void sum_rows(const Tensor& grads, const Tensor& order, const Tensor& start, const Tensor& out) {
+  const Arrays arrays("sum_rows_into", "grads", grads);
+  if (grads.dim() != 2 || out.dim() != 2 || grads.size(1) != out.size(1) || out.size(1) >= (int64_t{1} << 31)) {
+    fail(arrays.op, ": grads has shape ", shape_of(grads), " and out ", shape_of(out), "; both must be [*, width].");
+  }
+  const ScalarType type = grads.scalar_type();
+  if (type != ScalarType::Float && type != ScalarType::BFloat16 && type != ScalarType::Half) {
+    fail(arrays.op, ": grads is ", name_of(type), "; it must be torch.float32, torch.bfloat16 or torch.float16.");
+  }
+  SumRowsArgs args{};
+  args.grads = arrays.array("grads", grads, type, grads.numel());
+  args.order = arrays.longs("order", order, grads.size(0));
+  args.rows = out.size(0);
+  args.start = arrays.longs("start", start, args.rows + 1);
+  args.out = arrays.array("out", out, type, out.numel());
+  args.dtype = type == ScalarType::Float      ? RowDtype::float32
+               : type == ScalarType::BFloat16 ? RowDtype::bfloat16
+                                              : RowDtype::float16;
+  args.width = static_cast<int>(out.size(1));
+  arrays.launch(fastgrpo_sum_rows, &args);
 }
 
 void merge_attention(const Tensor& out, const Tensor& lse, const Tensor& more, const Tensor& more_lse,
                      const Tensor& continued, const Tensor& merged_lse) {
-  const char* op = "merge_attention";
-  if (!out.is_cuda()) fail(op, ": out is not on a CUDA device; this op has CUDA kernels only.");
+  const Arrays arrays("merge_attention", "out", out);
+  const char* op = arrays.op;
   if (out.dim() != 3 || out.size(2) % 8 != 0) {
     fail(op, ": out has shape ", shape_of(out), "; it must be [tokens, heads, width] with a width that 8 divides.");
   }
   const GradDtype dtype = grad_dtype_of(op, out);
-  const int device = out.get_device_index();
   const int64_t tokens = out.size(0), heads = out.size(1), width = out.size(2);
   if (out.numel() / 8 >= (int64_t{1} << 31)) fail(op, ": out has shape ", shape_of(out), ", which is too large.");
-  void* into = flat(op, out, "out", out, out.scalar_type(), out.numel());
-  const void* from = flat(op, out, "more", more, out.scalar_type(), out.numel());
+  void* into = arrays.array("out", out, out.scalar_type(), out.numel());
+  const void* from = arrays.array("more", more, out.scalar_type(), out.numel());
   if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(into)) % 16 != 0) {
     fail(op, ": out and more must start at a multiple of 16 bytes.");
   }
   const auto values = [&](const char* name, const Tensor& tensor) {
-    return static_cast<float*>(flat(op, out, name, tensor, ScalarType::Float, tokens * heads));
+    return arrays.floats(name, tensor, tokens * heads);
   };
-  const auto* marks = static_cast<const bool*>(flat(op, out, "continued", continued, ScalarType::Bool, tokens));
+  const auto* marks = static_cast<const bool*>(arrays.array("continued", continued, ScalarType::Bool, tokens));
   const float *first = values("lse", lse), *second = values("more_lse", more_lse);
   float* total = values("merged_lse", merged_lse);
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = stream_of(op, device);
-  require_success(op, fastgrpo_merge_attention(into, first, from, second, marks, total, dtype, static_cast<int>(tokens),
-                                               static_cast<int>(heads), static_cast<int>(width), stream));
+  arrays.launch(fastgrpo_merge_attention, into, first, from, second, marks, total, dtype, static_cast<int>(tokens),
+                static_cast<int>(heads), static_cast<int>(width));
 }
 
 void rotary(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin, const Tensor& out_query,
             const Tensor& out_key, bool transposed) {
-  const char* op = "rotary";
   const Tensor& out = out_query;
-  if (!out.is_cuda()) fail(op, ": out_query is not on a CUDA device; this op has CUDA kernels only.");
+  const Arrays arrays("rotary", "out_query", out);
+  const char* op = arrays.op;
   if (out.dim() != 3 || out.size(2) % 16 != 0) {
     fail(op, ": out_query has shape ", shape_of(out), "; it must be [tokens, heads, width] with a width that 16 divides.");
   }
@@ -396,19 +594,16 @@ void rotary(const Tensor& query, const Tensor& key, const Tensor& cos, const Ten
   }
   if ((out.numel() + key.numel()) / 16 >= (int64_t{1} << 31)) fail(op, ": out_query has shape ", shape_of(out), ", which is too large.");
   const GradDtype dtype = grad_dtype_of(op, out);
-  const int device = out.get_device_index();
   const auto values = [&](const char* name, const Tensor& tensor, int64_t count) {
-    void* at = flat(op, out, name, tensor, out.scalar_type(), count);
+    void* at = arrays.array(name, tensor, out.scalar_type(), count);
     if (reinterpret_cast<uintptr_t>(at) % 16 != 0) fail(op, ": ", name, " must start at a multiple of 16 bytes.");
     return at;
   };
   const void *q = values("query", query, out.numel()), *k = values("key", key, key.numel());
   const void *c = values("cos", cos, tokens * width), *s = values("sin", sin, tokens * width);
   void *into_q = values("out_query", out, out.numel()), *into_k = values("out_key", out_key, key.numel());
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = stream_of(op, device);
-  require_success(op, fastgrpo_rotary(q, k, c, s, into_q, into_k, dtype, static_cast<int>(tokens), static_cast<int>(heads),
-                                      static_cast<int>(key.size(1)), static_cast<int>(width), transposed, stream));
+  arrays.launch(fastgrpo_rotary, q, k, c, s, into_q, into_k, dtype, static_cast<int>(tokens), static_cast<int>(heads),
+                static_cast<int>(key.size(1)), static_cast<int>(width), transposed);
 }
 
 }  // namespace
@@ -439,6 +634,25 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastgrpo, m) {
   m.def(
       "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, Tensor(a!) out_query, Tensor(b!) out_key, "
       "bool transposed) -> ()");
+  m.def("left_pack_into(Tensor mask, Tensor(a!) index, Tensor(b!) counts) -> ()");
+  m.def("take_rows_into(Tensor values, Tensor rows, int pattern, Tensor(a!) out) -> ()");
+  m.def("sum_rows_into(Tensor grads, Tensor order, Tensor start, Tensor(a!) out) -> ()");
+  m.def(
+      "compact_rows(Tensor targets, int vocabulary, Tensor? first, Tensor? second, Tensor(a!) wanted, Tensor(b!)? others, "
+      "Tensor(c!) counts) -> ()");
+  m.def(
+      "grpo_rows(Tensor segments, Tensor targets, int vocabulary, Tensor? mask, Tensor advantages, Tensor? sampler_ratio, "
+      "int normaliser, float factor, float accumulation, Tensor? items, float items_factor, float entropy_coef, "
+      "float k_pos, float lambda_pos, float k_neg, float lambda_neg, Tensor(a!) counted_targets, Tensor(b!) row_advantages, "
+      "Tensor(c!) weights, Tensor(d!)? multiplier, Tensor(e!)? phi, Tensor(f!)? entropy_weights, "
+      "Tensor(g!)? phi_of_sequence, Tensor(h!) sizes) -> ()");
+  m.def(
+      "grpo_sums(Tensor? segments, Tensor counted_targets, Tensor logprobs, Tensor advantages, Tensor weights, "
+      "Tensor? entropy, Tensor? old_logprobs, Tensor? ref_logprobs, Tensor? multiplier, Tensor? phi, "
+      "Tensor? entropy_weights, Tensor? sequence_advantages, Tensor? phi_of_sequence, int loss_type, float epsilon_low, "
+      "float epsilon_high, float delta, float beta, bool bias_correct_kl, float sapo_temperature_pos, "
+      "float sapo_temperature_neg, float policy_scale, bool sequence_level, Tensor(a!) partials, Tensor(b!) sums, "
+      "Tensor(c!) clips) -> ()");
 }
 
 // For every device, so that a tensor on the wrong one meets the checks above.
@@ -450,4 +664,10 @@ STABLE_TORCH_LIBRARY_IMPL(fastgrpo, CompositeExplicitAutograd, m) {
   m.impl("weigh_slopes", TORCH_BOX(&fastgrpo::weigh_slopes));
   m.impl("merge_attention", TORCH_BOX(&fastgrpo::merge_attention));
   m.impl("rotary", TORCH_BOX(&fastgrpo::rotary));
+  m.impl("left_pack_into", TORCH_BOX(&fastgrpo::left_pack));
+  m.impl("take_rows_into", TORCH_BOX(&fastgrpo::take_rows));
+  m.impl("sum_rows_into", TORCH_BOX(&fastgrpo::sum_rows));
+  m.impl("compact_rows", TORCH_BOX(&fastgrpo::compact_rows));
+  m.impl("grpo_rows", TORCH_BOX(&fastgrpo::grpo_rows));
+  m.impl("grpo_sums", TORCH_BOX(&fastgrpo::grpo_sums));
 }

@@ -25,7 +25,7 @@ from fastgrpo.checks import (
     require_tensor,
 )
 from fastgrpo.chunking import TILE, ChunkPlan
-from fastgrpo.kernels.select import head_kernels
+from fastgrpo.kernels.select import has_row_kernels, head_kernels
 from fastgrpo.objective import (
     GRPOStats,
     Objective,
@@ -35,7 +35,8 @@ from fastgrpo.objective import (
     row_local_terms_exist,
     row_terms,
 )
-from fastgrpo.ops import accumulation_dtype, linear_grpo_op, linear_logprob_op, objective_constants
+from fastgrpo.ops import accumulation_dtype, objective_constants, run_linear_grpo, run_linear_logprob
+from fastgrpo.row_local import row_inputs, row_stats
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _IGNORED = -1
@@ -164,19 +165,33 @@ def linear_grpo_loss(
     require_objective(objective)
     plan = ChunkPlan(chunk_bytes, num_chunks, logit_chunk_multiplier)
     head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
-    layout = _Segments(segments, hidden)
+    count, batch = hidden.shape[0], _check_segments(segments, hidden)
     per_row = {
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
         "sampling_logprobs": sampling_logprobs,
         "loss_mask": loss_mask,
     }
-    _check_values(hidden, per_row, {layout.count})
+    _check_values(hidden, per_row, {count})
     either = {"advantages": advantages, "sampler_ratio": sampler_ratio}
-    _check_values(hidden, either, {layout.batch, layout.count})
+    _check_values(hidden, either, {batch, count})
     if objective.beta != 0.0 and ref_logprobs is None:
         raise ValueError(f"beta is {objective.beta}, so the KL term needs ref_logprobs=[N]; give them, or set beta=0.")
 
+    row_local = row_local_terms_exist(
+        objective,
+        on_policy=old_logprobs is None,
+        per_token_advantages=advantages.shape[0] != batch,
+        per_token_sampler_ratio=sampler_ratio is not None and sampler_ratio.shape[0] != batch,
+    )
+    chunk_rows = _chunk_rows(plan, hidden, head, True)
+    if row_local and count and has_row_kernels(hidden.device, head.compute_dtype, head.trains):
+        return _row_local_on_device(
+            hidden, targets, head, objective, segments, advantages, old_logprobs, ref_logprobs, sampler_ratio, loss_mask,
+            chunk_rows,
+        )  # fmt: skip
+
+    layout = _Segments(segments, hidden)
     counted = (targets >= 0) & (targets < weight.shape[0])
     if loss_mask is not None:
         counted = counted & loss_mask.bool()
@@ -189,13 +204,6 @@ def linear_grpo_loss(
         "sampler_ratio": layout.pad_or_keep(sampler_ratio),
     }
     padded_advantages = layout.pad_or_keep(advantages)
-    row_local = row_local_terms_exist(
-        objective,
-        on_policy=old_logprobs is None,
-        per_token_advantages=layout.is_per_row(advantages),
-        per_token_sampler_ratio=sampler_ratio is not None and layout.is_per_row(sampler_ratio),
-    )
-    chunk_rows = _chunk_rows(plan, hidden, head, True)
     if not row_local:
         logprobs, entropy = _score(hidden, targets, head, chunk_rows, True, objective.entropy_coef != 0.0)
         loss, stats = grpo_loss(
@@ -225,7 +233,7 @@ def _score(
     entropy_requires_grad: bool,
 ) -> LogProbs:
     with_slope = head.need_hidden and not head.trains
-    logprobs, entropy, *_ = linear_logprob_op(
+    logprobs, entropy, *_ = run_linear_logprob(
         hidden,
         head.weight,
         targets,
@@ -285,7 +293,7 @@ def linear_grpo_rows(
 def _row_local_loss(
     hidden: Tensor, targets: Tensor, head: _Head, objective: Objective, terms: RowTerms, chunk_rows: int
 ) -> tuple[Tensor, LogProbs]:
-    loss, logprobs, entropy, *_ = linear_grpo_op(
+    loss, logprobs, entropy, *_ = run_linear_grpo(
         hidden,
         head.weight,
         targets,
@@ -312,29 +320,63 @@ def _row_local_loss(
     return loss, LogProbs(logprobs.detach(), entropy.detach())
 
 
+def _row_local_on_device(
+    hidden: Tensor,
+    targets: Tensor,
+    head: _Head,
+    objective: Objective,
+    segments: Tensor,
+    advantages: Tensor,
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    sampler_ratio: Tensor | None,
+    loss_mask: Tensor | None,
+    chunk_rows: int,
+) -> tuple[Tensor, GRPOStats]:
+    """`_row_local_loss` and its statistics from rows as they are, in the library's kernels."""
+    inputs = row_inputs(objective, segments, targets, head.weight.shape[0], loss_mask, advantages, sampler_ratio)
+    if not inputs.sizes[4].item():
+        _require_segments(hidden.shape[0], *inputs.sizes[:4].tolist())
+    terms = inputs.terms._replace(
+        old_logprobs=None if old_logprobs is None else old_logprobs.float(),
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs.float(),
+    )
+    loss, (logprobs, entropy) = _row_local_loss(hidden, inputs.targets, head, objective, terms, chunk_rows)
+    return loss, row_stats(objective, segments, inputs, terms, advantages, logprobs, entropy)
+
+
+def _check_segments(segments: Tensor, hidden: Tensor) -> int:
+    """The number of sequences; raises `ValueError` for what can be seen without the values."""
+    require_tensor("segments", segments)
+    require_device_of("hidden", hidden, "segments", segments)
+    if segments.dim() != 1 or segments.dtype not in (torch.int32, torch.int64) or segments.numel() == 0:
+        raise ValueError(
+            f"segments is {segments.dtype} of shape {tuple(segments.shape)}; give [B + 1] int32 or int64 offsets."
+        )
+    return segments.numel() - 1
+
+
+def _require_segments(count: int, first: int, last: int, shortest: int, longest: int) -> None:
+    if [first, last] != [0, count] or shortest < 0:
+        raise ValueError(
+            f"segments runs from {first} to {last}; it must start at 0, never fall, and end at the {count} rows of hidden."
+        )
+
+
 class _Segments:
     """Between rows one after the other, `[N]`, and sequences side by side, `[B, T]`."""
 
     def __init__(self, segments: Tensor, hidden: Tensor) -> None:
-        require_tensor("segments", segments)
-        require_device_of("hidden", hidden, "segments", segments)
         count = hidden.shape[0]
-        if segments.dim() != 1 or segments.dtype not in (torch.int32, torch.int64) or segments.numel() == 0:
-            raise ValueError(
-                f"segments is {segments.dtype} of shape {tuple(segments.shape)}; give [B + 1] int32 or int64 offsets."
-            )
         offsets = segments.long()
         lengths = offsets.diff()
         self.count, self.batch = count, lengths.numel()
         # One copy to the host for all that must be known there.
-        first, last, shortest, width = torch.stack(
+        sizes = torch.stack(
             [offsets[0], offsets[-1], *((lengths.min(), lengths.max()) if self.batch else (offsets[0], offsets[0]))]
         ).tolist()
-        if [first, last] != [0, count] or shortest < 0:
-            raise ValueError(
-                f"segments runs from {first} to {last}; it must start at 0, never fall, and end at the {count} rows "
-                "of hidden."
-            )
+        _require_segments(count, *sizes)
+        width = sizes[-1]
         columns = torch.arange(width, device=segments.device)
         self._inside = columns < lengths.unsqueeze(1)
         self._index = (offsets[:-1].unsqueeze(1) + columns).clamp(max=max(count - 1, 0))

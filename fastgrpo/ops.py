@@ -12,9 +12,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from fastgrpo.kernels.reference import Operands, RowPass, TokenObjective, Transform
+from fastgrpo.direct import with_autograd, without_autograd
+from fastgrpo.kernels.reference import Operands, RowPass, RowStatistics, TokenObjective, Transform
 from fastgrpo.kernels.select import head_kernels
-from fastgrpo.objective import LOSS_TYPES, Objective, TokenTerms, token_grad, token_terms
+from fastgrpo.objective import LOSS_TYPES, Objective, token_grad, token_terms
 
 
 def accumulation_dtype(compute_dtype: torch.dtype) -> torch.dtype:
@@ -56,12 +57,13 @@ def linear_logprob_op(
     """
     transform = Transform(temperature, logit_scale, softcap)
     dtype = accumulation_dtype(compute_dtype)
-    logprobs, lse = hidden.new_zeros(hidden.shape[0], dtype=dtype), hidden.new_zeros(hidden.shape[0], dtype=dtype)
-    entropy = _zeros_if(with_entropy, hidden, (hidden.shape[0],), dtype)
-    logprob_slope = _zeros_if(with_logprob_slope, hidden, hidden.shape, dtype)
-    entropy_slope = _zeros_if(with_entropy_slope, hidden, hidden.shape, dtype)
-    rows = _computed_rows(targets, weight.shape[0])
     kernels = head_kernels(hidden.device, compute_dtype, trains=False)
+    rows, _ = kernels.computed_rows(targets, weight.shape[0], None, None, partition=False)
+    statistics = _Statistics(hidden, dtype, with_entropy, all_rows=rows.numel() == hidden.shape[0])
+    slopes = [
+        _results(wanted, hidden, hidden.shape, dtype, statistics.all_rows)
+        for wanted in (with_logprob_slope, with_entropy_slope)
+    ]
     with torch.autocast(hidden.device.type, enabled=False):
         operands = kernels.prepare(
             weight, bias, transform, compute_dtype, dtype, chunk_rows, rows.numel(), collect=False
@@ -74,15 +76,14 @@ def linear_logprob_op(
                 with_entropy=with_entropy,
                 with_logprob_grad=with_logprob_slope,
                 with_entropy_grad=with_entropy_slope,
+                out=statistics.part(index),
             )
-            _put(logprobs, index, result.logprobs)
-            _put(lse, index, result.lse)
-            if with_entropy:
-                _put(entropy, index, result.entropy)
-            for slope, grad in ((logprob_slope, result.logprob_grad), (entropy_slope, result.entropy_grad)):
+            statistics.keep(index, result)
+            for slope, grad in zip(slopes, (result.logprob_grad, result.entropy_grad), strict=True):
                 if grad is not None:
-                    _put(slope, index, kernels.back_project(grad, operands))
-    return logprobs, entropy, lse, logprob_slope, entropy_slope
+                    part = _part(slope, index)
+                    _put(slope, index, kernels.back_project(grad, operands, out=part), part)
+    return statistics.logprobs, statistics.entropy, statistics.lse, *slopes
 
 
 @linear_logprob_op.register_fake
@@ -130,13 +131,13 @@ def _logprob_backward(ctx, grad_logprobs, grad_entropy, *_):
         targets, logprob_slope, entropy_slope = ctx.saved_tensors
         if not ctx.with_entropy_slope:
             grad_entropy = None
-        grad_hidden = scale_slopes_op(
+        grad_hidden = _scale_slopes(
             grad_logprobs, grad_entropy, targets, logprob_slope, entropy_slope, ctx.vocabulary, ctx.hidden_dtype
         )
         return grad_hidden, None, None, None, *no_options
     hidden, weight, targets, bias, logprobs, entropy, lse = ctx.saved_tensors
     needs = ctx.needs_input_grad
-    grads = linear_logprob_backward_op(
+    grads = _linear_logprob_backward(
         grad_logprobs,
         grad_entropy,
         hidden,
@@ -157,7 +158,8 @@ def _logprob_backward(ctx, grad_logprobs, grad_entropy, *_):
     return grad_hidden, grad_weight, None, grad_bias, *no_options
 
 
-linear_logprob_op.register_autograd(_logprob_backward, setup_context=_logprob_context)
+run_linear_logprob = with_autograd(linear_logprob_op, _logprob_context, _logprob_backward)
+"""`fastgrpo::linear_logprob` with the least work around it."""
 
 
 def _refuse_second_derivatives(ctx, *grads):
@@ -201,6 +203,7 @@ def _(grad_logprobs, grad_entropy, targets, logprob_slope, entropy_slope, vocabu
 
 
 scale_slopes_op.register_autograd(_refuse_second_derivatives)
+_scale_slopes = without_autograd(scale_slopes_op)
 
 
 @torch.library.custom_op("fastgrpo::linear_logprob_backward", mutates_args=())
@@ -237,17 +240,14 @@ def linear_logprob_backward_op(
     """
     transform = Transform(temperature, logit_scale, softcap)
     dtype = accumulation_dtype(compute_dtype)
-    alive = torch.zeros_like(targets, dtype=torch.bool)
-    for grad in (grad_logprobs, grad_entropy):
-        if grad is not None:
-            alive |= grad != 0
-    rows = _computed_rows(targets, weight.shape[0], alive)
     kernels = head_kernels(hidden.device, compute_dtype, trains=need_weight or need_bias)
+    rows, _ = kernels.computed_rows(targets, weight.shape[0], grad_logprobs, grad_entropy, partition=False)
     with torch.autocast(hidden.device.type, enabled=False):
         operands = kernels.prepare(
             weight, bias, transform, compute_dtype, dtype, chunk_rows, rows.numel(), collect=need_weight
         )
-        gradients = _HeadGradients(hidden, weight, bias, operands, need_hidden, need_weight, need_bias, rounded=True)
+        needs = need_hidden, need_weight, need_bias
+        gradients = _HeadGradients(hidden, weight, bias, operands, *needs, rows.numel(), rounded=True)
         for batch in _split(rows, hidden.shape[0], operands.batch_rows):
             collected = kernels.gradient_buffer(operands, _length(batch))
             for index, out in _chunks(batch, operands, collected):
@@ -294,6 +294,7 @@ def _(
 
 
 linear_logprob_backward_op.register_autograd(_refuse_second_derivatives)
+_linear_logprob_backward = without_autograd(linear_logprob_backward_op)
 
 
 @torch.library.custom_op("fastgrpo::scale_gradient", mutates_args=())
@@ -308,6 +309,7 @@ def _(grad_loss, grad, dtype):
 
 
 scale_gradient_op.register_autograd(_refuse_second_derivatives)
+_scale_gradient = without_autograd(scale_gradient_op)
 
 
 @torch.library.custom_op("fastgrpo::linear_grpo", mutates_args=())
@@ -354,36 +356,37 @@ def linear_grpo_op(
     transform = Transform(temperature, logit_scale, softcap)
     objective = objective_from_constants(loss_type, constants)
     dtype = accumulation_dtype(compute_dtype)
-    logprobs = hidden.new_zeros(hidden.shape[0], dtype=dtype)
-    entropy = _zeros_if(with_entropy, hidden, (hidden.shape[0],), dtype)
-    any_gradient = need_hidden or need_weight or need_bias
-    alive = torch.full_like(targets, any_gradient, dtype=torch.bool)
-    if objective.beta == 0.0 and entropy_weights is None:
-        alive &= advantages != 0
 
     def tokens(index: Rows) -> TokenObjective:
-        values = (
-            advantages[index],
-            *(None if x is None else x[index] for x in (old_logprobs, ref_logprobs, multiplier, phi)),
+        advantage, *others, weights, entropy_weight = (
+            None if x is None else x[index]
+            for x in (advantages, old_logprobs, ref_logprobs, multiplier, phi, token_weights, entropy_weights)
         )
-        weights = token_weights[index]
+
+        def loss(logprobs: Tensor) -> Tensor:
+            old, *rest = others
+            log_ratio = logprobs - (logprobs if old is None else old)
+            return weights * token_terms(objective, logprobs, advantage, log_ratio, *rest).loss
+
         return TokenObjective(
             LOSS_TYPES.index(loss_type),
             constants,
-            *values,
+            advantage,
+            *others,
             weights,
-            None if entropy_weights is None else entropy_weights[index],
-            lambda logprobs: weights * token_grad(objective, logprobs, *values),
+            entropy_weight,
+            loss,
+            lambda logprobs: weights * token_grad(objective, logprobs, advantage, *others),
         )
 
-    def keep(index: Rows, result: RowPass) -> None:
-        _put(logprobs, index, result.logprobs)
-        if with_entropy:
-            _put(entropy, index, result.entropy)
-
-    rows = _computed_rows(targets, weight.shape[0], alive)
-    others = _computed_rows(targets, weight.shape[0], ~alive)
     kernels = head_kernels(hidden.device, compute_dtype, trains=need_weight or need_bias)
+    # Without a gradient, or with a coefficient of 0 that is known beforehand, statistics are enough.
+    if not (need_hidden or need_weight or need_bias):
+        coefficients = torch.zeros_like(advantages)
+    else:
+        coefficients = advantages if objective.beta == 0.0 and entropy_weights is None else None
+    rows, others = kernels.computed_rows(targets, weight.shape[0], coefficients, None, partition=True)
+    statistics = _Statistics(hidden, dtype, with_entropy, all_rows=rows.numel() + others.numel() == hidden.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
         operands = kernels.prepare(
             weight,
@@ -395,25 +398,31 @@ def linear_grpo_op(
             max(rows.numel(), others.numel()),
             collect=need_weight,
         )
-        gradients = _HeadGradients(hidden, weight, bias, operands, need_hidden, need_weight, need_bias, rounded=False)
+        needs = need_hidden, need_weight, need_bias
+        gradients = _HeadGradients(hidden, weight, bias, operands, *needs, rows.numel(), rounded=False)
         for batch in _split(rows, hidden.shape[0], operands.batch_rows):
             collected = kernels.gradient_buffer(operands, _length(batch))
             for index, out in _chunks(batch, operands, collected):
                 result = kernels.row_objective(
-                    kernels.project(hidden[index], operands), targets[index], operands, tokens(index), with_entropy, out
+                    kernels.project(hidden[index], operands),
+                    targets[index],
+                    operands,
+                    tokens(index),
+                    with_entropy,
+                    out,
+                    statistics.part(index),
                 )
-                keep(index, result)
+                statistics.keep(index, result)
             gradients.add(kernels, batch, result.logprob_grad if collected is None else collected)
         for index in _split(others, hidden.shape[0], operands.chunk_rows):
             products = kernels.project(hidden[index], operands)
-            keep(index, kernels.row_pass(products, targets[index], operands, with_entropy=with_entropy))
-    log_ratio = logprobs - (logprobs if old_logprobs is None else old_logprobs)
-    terms: TokenTerms = token_terms(objective, logprobs, advantages, log_ratio, ref_logprobs, multiplier, phi)
-    counted = token_weights != 0
-    loss = (torch.where(counted, terms.loss, 0.0) * token_weights).sum()
-    if entropy_weights is not None:
-        loss = loss - (entropy * entropy_weights).sum()
-    return loss, logprobs, entropy, *gradients.result()
+            result = kernels.row_pass(
+                products, targets[index], operands, with_entropy=with_entropy, out=statistics.part(index)
+            )
+            statistics.keep(index, result)
+    entropy = statistics.entropy if with_entropy else None
+    loss = kernels.total_loss(tokens(slice(None)), targets, statistics.logprobs, entropy)
+    return loss, statistics.logprobs, statistics.entropy, *gradients.result()
 
 
 @linear_grpo_op.register_fake
@@ -467,11 +476,12 @@ def _grpo_backward(ctx, grad_loss, *_):
         # hidden, weight and bias are inputs 0, 1 and 3.
         for position, need, grad, dtype in zip((0, 1, 3), ctx.needs, ctx.saved_tensors, ctx.dtypes, strict=True):
             if need:
-                grads[position] = scale_gradient_op(grad_loss, grad, dtype)
+                grads[position] = _scale_gradient(grad_loss, grad, dtype)
     return tuple(grads)
 
 
-linear_grpo_op.register_autograd(_grpo_backward, setup_context=_grpo_context)
+run_linear_grpo = with_autograd(linear_grpo_op, _grpo_context, _grpo_backward)
+"""`fastgrpo::linear_grpo` with the least work around it."""
 
 
 def objective_constants(objective: Objective) -> list[float]:
@@ -505,7 +515,7 @@ def objective_from_constants(loss_type: str, constants: list[float]) -> Objectiv
 
 class _HeadGradients:
     """
-    Sums of the head's gradients over chunks, in fp32 (fp64).
+    Sums of the head's gradients over chunks, in fp32 (fp64). `rows`: how many are computed.
 
     `rounded`: give them in the dtypes of the inputs. Where a loss scale is still to come, a 16-bit gradient would
     underflow, so they stay in fp32.
@@ -520,13 +530,16 @@ class _HeadGradients:
         need_hidden: bool,
         need_weight: bool,
         need_bias: bool,
+        rows: int,
         rounded: bool,
     ) -> None:
         self.hidden, self.weight, self.bias, self.rounded = hidden, weight, bias, rounded
         self.operands = operands
         self.needs = need_hidden, need_weight, need_bias
         dtype = operands.accumulate
-        self.grad_hidden = _zeros_if(need_hidden, hidden, hidden.shape, hidden.dtype if rounded else dtype)
+        self.grad_hidden = _results(
+            need_hidden, hidden, hidden.shape, hidden.dtype if rounded else dtype, rows == hidden.shape[0]
+        )
         self.grad_weight: Tensor | None = None
         self.grad_bias = _zeros_if(need_bias, weight, weight.shape[:1], dtype)
 
@@ -534,8 +547,9 @@ class _HeadGradients:
         """Adds a batch of rows, whose products receive `grad` (`[R, V]`, as `kernels` gave it)."""
         need_hidden, need_weight, need_bias = self.needs
         if need_hidden:
-            grad_hidden = kernels.back_project(grad, self.operands)
-            _put(self.grad_hidden, index, grad_hidden.to(self.grad_hidden.dtype))
+            part = _part(self.grad_hidden, index) if self.grad_hidden.dtype == self.operands.accumulate else None
+            grad_hidden = kernels.back_project(grad, self.operands, out=part)
+            _put(self.grad_hidden, index, grad_hidden.to(self.grad_hidden.dtype), part)
         if need_weight:
             self.grad_weight = kernels.add_weight_grad(self.grad_weight, grad, self.hidden[index], self.operands)
         if need_bias:
@@ -561,6 +575,11 @@ def _zeros_if(wanted: bool, like: Tensor, shape, dtype: torch.dtype) -> Tensor:
     return like.new_zeros(shape if wanted else 0, dtype=dtype)
 
 
+def _results(wanted: bool, like: Tensor, shape, dtype: torch.dtype, all_rows: bool) -> Tensor:
+    """Memory for results of every row; cleared where not all of them are computed."""
+    return like.new_empty(shape, dtype=dtype) if wanted and all_rows else _zeros_if(wanted, like, shape, dtype)
+
+
 Rows = Tensor | slice
 """Some rows of a call: their indices, or on CUDA a slice where a call computes all of its rows."""
 
@@ -577,11 +596,48 @@ def _length(rows: Rows) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
 
 
-def _put(target: Tensor, rows: Rows, values: Tensor) -> None:
+def _part(target: Tensor, rows: Rows) -> Tensor | None:
+    """`target[rows]` where that is memory of `target`."""
+    return target[rows] if isinstance(rows, slice) else None
+
+
+def _put(target: Tensor, rows: Rows, values: Tensor, part: Tensor | None = None) -> None:
+    """Stores values, unless they are `part` of the target already."""
+    if values is part:
+        return
     if isinstance(rows, slice):
         target[rows] = values
     else:
         target.index_copy_(0, rows, values)
+
+
+class _Statistics:
+    """Log-probs, entropies and log-sum-exps of all rows of a call, 0 for rows that it does not compute."""
+
+    def __init__(self, hidden: Tensor, dtype: torch.dtype, with_entropy: bool, all_rows: bool) -> None:
+        count = hidden.shape[0]
+        self.all_rows = all_rows
+        self.logprobs = _results(True, hidden, (count,), dtype, all_rows)
+        self.lse = _results(True, hidden, (count,), dtype, all_rows)
+        self.entropy = _results(with_entropy, hidden, (count,), dtype, all_rows)
+        self.with_entropy = with_entropy
+        self._part: RowStatistics | None = None
+
+    def part(self, rows: Rows) -> RowStatistics | None:
+        """Where a kernel may write the statistics of these rows; None: nowhere, `keep` copies them."""
+        self._part = None
+        if isinstance(rows, slice):
+            entropy = self.entropy[rows] if self.with_entropy else None
+            self._part = RowStatistics(self.logprobs[rows], entropy, self.lse[rows])
+        return self._part
+
+    def keep(self, rows: Rows, result: RowPass) -> None:
+        """Stores what a pass over these rows gave, unless it is in the last `part` already."""
+        part = self._part
+        _put(self.logprobs, rows, result.logprobs, part and part.logprobs)
+        _put(self.lse, rows, result.lse, part and part.lse)
+        if self.with_entropy:
+            _put(self.entropy, rows, result.entropy, part and part.entropy)
 
 
 def _chunks(batch: Rows, operands: Operands, collected: Tensor | None) -> Iterator[tuple[Rows, Tensor | None]]:
@@ -591,10 +647,3 @@ def _chunks(batch: Rows, operands: Operands, collected: Tensor | None) -> Iterat
         stop = min(start + size, total)
         index = slice(batch.start + start, batch.start + stop) if isinstance(batch, slice) else batch[start:stop]
         yield index, None if collected is None else collected[start:stop]
-
-
-def _computed_rows(targets: Tensor, vocabulary: int, wanted: Tensor | None = None) -> Tensor:
-    keep = (targets >= 0) & (targets < vocabulary)
-    if wanted is not None:
-        keep = keep & wanted
-    return keep.nonzero().squeeze(1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgrpo import pack_ops
 from fastgrpo.attention import Segment
 from fastgrpo.checks import require_device_of, require_tensor
 
@@ -59,16 +60,14 @@ def left_pack(input_ids: Tensor, attention_mask: Tensor) -> LeftPacked:
     """
     _check_batch(input_ids, attention_mask)
     batch, width = input_ids.shape
-    real = attention_mask.bool()
-    count = real.sum(1, keepdim=True)
-    columns = torch.arange(width, device=input_ids.device).expand(batch, width)
-    place = torch.where(real, real.cumsum(1) - 1, count + (~real).cumsum(1) - 1)
-    longest = max(int(count.max()), 1) if batch and width else 0
-    index = torch.empty_like(place).scatter_(1, place, columns)[:, :longest]
+    index, counts = pack_ops.left_pack_index(attention_mask)
+    # The one number that the host must know: the size of the result.
+    longest = max(int(counts.max()), 1) if batch and width else 0
+    index = index[:, :longest]
     return LeftPacked(
         input_ids=input_ids.gather(1, index),
         attention_mask=attention_mask.gather(1, index),
-        position_ids=columns[:, :longest],
+        position_ids=torch.arange(longest, device=input_ids.device).expand(batch, longest),
         index=index,
         width=width,
     )
@@ -101,8 +100,9 @@ class Packed:
 
     def take(self, values: Tensor) -> Tensor:
         """`[B, L]` values beside the original tokens to `[N]` beside the packed ones; of a shared token, one row's."""
-        out = values.new_zeros(self.tokens.shape[1])
-        return out.index_copy(0, self.index[self.real], values[self.real])
+        count = self.tokens.shape[1]
+        place = torch.where(self.real, self.index, count).flatten()
+        return values.new_zeros(count + 1).scatter(0, place, values.flatten())[:count]
 
 
 def pack(
@@ -138,9 +138,13 @@ def pack(
         )
     device = input_ids.device
     real = attention_mask.bool()
-    # The one place where lengths and prompts are read from the device.
-    rows = [ids[keep] for ids, keep in zip(input_ids.cpu(), real.cpu(), strict=True)]
-    prompts = [0] * batch if prompt_lengths is None else prompt_lengths.tolist()
+    # The one place where ids, lengths and prompts are read from the device, in one copy.
+    held = [input_ids.flatten(), real.flatten(), *([] if prompt_lengths is None else [prompt_lengths])]
+    on_host = torch.cat([x.to(torch.int64) for x in held]).cpu()
+    host_ids, host_real = on_host[: batch * width].view(batch, width), on_host[batch * width : 2 * batch * width]
+    host_ids, host_real = host_ids.to(input_ids.dtype), host_real.view(batch, width).bool()
+    rows = [ids[keep] for ids, keep in zip(host_ids, host_real, strict=True)]
+    prompts = [0] * batch if prompt_lengths is None else on_host[2 * batch * width :].tolist()
     groups: dict[object, list[int]] = {}
     for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         if not 0 <= prompt <= len(row):
@@ -173,13 +177,17 @@ def pack(
 
     index = torch.zeros(batch, width, dtype=torch.int64)
     if batch:
-        index[real.cpu()] = torch.cat(places)
-    empty = torch.empty(0, dtype=input_ids.dtype)
+        index[host_real] = torch.cat(places)
+    # One copy back, which nothing waits for.
+    results = torch.cat([x.to(torch.int64) for x in (*tokens, *positions, index.flatten())])
+    if device.type == "cuda":
+        results = results.pin_memory().to(device, non_blocking=True)
+    row, position, index = results.to(device).split([end, end, batch * width])
     return Packed(
-        tokens=torch.cat([empty, *tokens]).unsqueeze(0).to(device),
-        position_ids=torch.cat([torch.empty(0, dtype=torch.int64), *positions]).unsqueeze(0).to(device),
+        tokens=row.to(input_ids.dtype).unsqueeze(0),
+        position_ids=position.unsqueeze(0),
         segments=segments,
-        index=index.to(device),
+        index=index.view(batch, width),
         real=real,
     )
 
@@ -195,35 +203,7 @@ def take_rows(values: Tensor, rows: Tensor) -> Tensor:
     Returns:
         `[S, H]`.
     """
-    return _TakeRows.apply(values, rows)
-
-
-class _TakeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.count = values.shape[0]
-        return values.index_select(0, rows)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        out = grad.new_zeros(ctx.count, *grad.shape[1:])
-        if rows.numel() == 0:
-            return out, None
-        order = rows.argsort(stable=True)
-        taken, times = rows[order].unique_consecutive(return_counts=True)
-        first = times.cumsum(0) - times
-        total = grad[order[first]]
-        several = (times > 1).nonzero().squeeze(1)
-        if several.numel():
-            summed = total[several].to(torch.promote_types(grad.dtype, torch.float32))
-            for turn in range(1, int(times.max())):
-                more = (times[several] > turn).nonzero().squeeze(1)
-                summed[more] += grad[order[first[several[more]] + turn]]
-            total[several] = summed.to(grad.dtype)
-        return out.index_copy(0, taken, total), None
+    return pack_ops.take_rows(values, rows, 0.0)
 
 
 def unpack(values: Tensor, packed: Packed, fill: float = 0) -> Tensor:
@@ -244,9 +224,8 @@ def unpack(values: Tensor, packed: Packed, fill: float = 0) -> Tensor:
     count = packed.tokens.shape[1]
     if values.shape not in ((count,), (1, count)):
         raise ValueError(f"values has shape {tuple(values.shape)}; it must be [{count}] or [1, {count}].")
-    if count == 0:
-        return values.new_full(packed.real.shape, fill)
-    return values.reshape(-1)[packed.index].masked_fill(~packed.real, fill)
+    rows = packed.index.masked_fill(~packed.real, -1).flatten()
+    return pack_ops.take_rows(values.reshape(-1), rows, float(fill)).view(packed.real.shape)
 
 
 def _check_batch(input_ids: Tensor, attention_mask: Tensor) -> None:

@@ -759,7 +759,11 @@ BAD_INPUT = {
     "segments empty": ({"segments": torch.zeros(0, dtype=torch.int32)}, ValueError, r"segments is .* of shape \(0,\); give"),
     "segments start": ({"segments": torch.tensor([1, 2, 4])}, ValueError, "segments runs from 1 to 4; it must start at 0"),
     "segments end": ({"segments": torch.tensor([0, 1, 3])}, ValueError, "segments runs from 0 to 3; .* end at the 4 rows"),
-    "segments fall": ({"segments": torch.tensor([0, 3, 2, 4])}, ValueError, "must start at 0, never fall, and end at the 4"),
+    "segments fall": (
+        {"segments": torch.tensor([0, 3, 2, 4]), "advantages": torch.zeros(3)},
+        ValueError,
+        "must start at 0, never fall, and end at the 4",
+    ),
     "advantages": ({"advantages": torch.zeros(3)}, ValueError, r"advantages has shape \(3,\); it must be \[2\] or \[4\]"),
     "advantages 2d": ({"advantages": torch.zeros(2, 2)}, ValueError, r"advantages has shape \(2, 2\); it must be \[2\] or"),
     "advantages integer": ({"advantages": torch.zeros(2, dtype=torch.long)}, TypeError, "advantages is torch.int64; .*float"),

@@ -1,6 +1,8 @@
 // One-line wrappers of instructions, named as PTX names them, with what HIP has in their place.
 #pragma once
 
+#include <cstdint>
+
 #include "device.h"
 
 namespace fastgrpo::ptx {
@@ -37,11 +39,22 @@ __device__ __forceinline__ float4 ld_streaming(const float4* address) {
 }
 
 // Butterfly within groups of 32 lanes, on warps of 32 and of 64.
-__device__ __forceinline__ float shfl_xor(float value, int mask) {
+template <typename T>
+__device__ __forceinline__ T shfl_xor(T value, int mask) {
 #if defined(__HIPCC__)
   return __shfl_xor(value, mask, 32);
 #else
   return __shfl_xor_sync(0xffffffffu, value, mask);
+#endif
+}
+
+// From the lane that many below, within groups of 32; a lane without one keeps its own.
+template <typename T>
+__device__ __forceinline__ T shfl_up(T value, int delta) {
+#if defined(__HIPCC__)
+  return __shfl_up(value, delta, 32);
+#else
+  return __shfl_up_sync(0xffffffffu, value, delta);
 #endif
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fastgrpo.kernels.library import library_info, row_is_read_once
-from fastgrpo.kernels.select import why_reference
+from fastgrpo.kernels.select import pack_reason, why_reference
 
 REFERENCE = "reference (torch ops)"
 KERNELS = "row kernels, torch.mm"
@@ -76,7 +76,9 @@ def backends() -> Backends:
             entries[f"{op}, float16"] = head_backend(device_type, torch.float16)
             entries[f"{op}, float16, trained"] = head_backend(device_type, torch.float16, trains=True)
             entries[f"{op}, float32"] = head_backend(device_type, torch.float32)
-    entries["left_pack"] = Backend(REFERENCE, device_type, _reference_reason(device_type))
+    reason = pack_reason(device_type)
+    for op in ("left_pack", "pack", "unpack"):
+        entries[op] = Backend(REFERENCE if reason else "pack kernels", device_type, reason)
     if device_type == "cuda":
         entries["library"] = _library_backend()
     return Backends(entries | _notes)
@@ -116,10 +118,3 @@ def _library_backend() -> Backend:
     if info.path is None:
         return Backend("none", device, info.reason)
     return Backend(f"{info.version}, {info.compiler}, for {' '.join(info.targets)}", device, "")
-
-
-def _reference_reason(device_type: str) -> str:
-    if device_type in ("cpu", "mps"):
-        return f"there are no kernels for {device_type}"
-    info = library_info()
-    return "this version has no kernel for it" if info.path else info.reason

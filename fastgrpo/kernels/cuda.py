@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fastgrpo.kernels.library import row_is_read_once
-from fastgrpo.kernels.reference import Operands, RowPass, TokenObjective, Transform
+from fastgrpo.kernels.reference import Operands, RowPass, RowStatistics, TokenObjective, Transform
+from fastgrpo.kernels.sums import grpo_sums
 
 _ALIGNMENT = 64
 # A product that adds to the [V, H] fp32 gradient of the weight reads and writes all of it: give it this many chunks. Their
@@ -21,6 +22,8 @@ _ALIGNMENT = 64
 _CHUNKS_A_BATCH = 4
 # Float16 holds small probabilities only after a factor; |d logprob| <= 1 and |d entropy| < 16 leave room for this one.
 _FLOAT16_SCALE = 2048.0
+# Blocks that sum a loss whose sequences do not matter.
+_PARTS = 64
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,20 @@ def gradient_buffer(operands: CudaOperands, rows: int) -> Tensor | None:
     return operands.gradients[:rows, : operands.weight.shape[0]]
 
 
+def computed_rows(
+    targets: Tensor, vocabulary: int, first: Tensor | None, second: Tensor | None, partition: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.computed_rows`; the two counts are the only host sync of a call."""
+    targets = targets.contiguous()
+    wanted = torch.empty_like(targets, dtype=torch.int64)
+    others = torch.empty_like(wanted) if partition else None
+    counts = wanted.new_empty(2)
+    factors = (None if x is None else x.float().contiguous() for x in (first, second))
+    torch.ops.fastgrpo.compact_rows(targets, vocabulary, *factors, wanted, others, counts)
+    count, other_count = counts.tolist()
+    return wanted[:count], None if others is None else others[:other_count]
+
+
 def project(hidden: Tensor, operands: CudaOperands) -> Tensor:
     """As `reference.project`, into the buffer, and without the bias, which the row kernel adds."""
     products = operands.products[: hidden.shape[0], : operands.weight.shape[0]]
@@ -100,9 +117,10 @@ def row_pass(
     with_entropy: bool = False,
     with_logprob_grad: bool = False,
     with_entropy_grad: bool = False,
+    out: RowStatistics | None = None,
 ) -> RowPass:
     """As `reference.row_pass`; the gradients are 16 bit, times `operands.scale`, and in the memory of `products`."""
-    logprobs, lse, entropy = _statistics(products, with_entropy)
+    logprobs, entropy, lse = _statistics(products, with_entropy, out)
     first = _over(products, operands, 0) if with_logprob_grad or with_entropy_grad else None
     second = None
     if with_entropy_grad:
@@ -123,11 +141,12 @@ def row_objective(
     operands: CudaOperands,
     objective: TokenObjective,
     with_entropy: bool,
-    out: Tensor | None,
+    grad_out: Tensor | None,
+    out: RowStatistics | None = None,
 ) -> RowPass:
     """As `reference.row_objective`; the kernel evaluates the objective itself."""
-    logprobs, lse, entropy = _statistics(products, with_entropy)
-    grad = _over(products, operands, 0) if out is None else out
+    logprobs, entropy, lse = _statistics(products, with_entropy, out)
+    grad = _over(products, operands, 0) if grad_out is None else grad_out
     epsilon_low, epsilon_high, delta, beta, bias_correction, tau_pos, tau_neg = objective.constants
     torch.ops.fastgrpo.row_objective(
         products,
@@ -185,9 +204,33 @@ def row_grad(
     return grad
 
 
-def back_project(grad: Tensor, operands: CudaOperands) -> Tensor:
+def total_loss(objective: TokenObjective, targets: Tensor, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    """As `reference.total_loss`."""
+    sums, _ = grpo_sums(
+        objective.loss_type,
+        objective.constants,
+        None,
+        _PARTS,
+        targets,
+        logprobs,
+        objective.advantages,
+        objective.token_weights,
+        entropy,
+        objective.old_logprobs,
+        objective.ref_logprobs,
+        objective.multiplier,
+        objective.phi,
+        objective.entropy_weights,
+    )
+    return sums[0, 0]
+
+
+def back_project(grad: Tensor, operands: CudaOperands, out: Tensor | None = None) -> Tensor:
     """As `reference.back_project`, from the kernel's gradients."""
-    out = torch.mm(grad, operands.weight, out_dtype=operands.accumulate)
+    if out is None:
+        out = torch.mm(grad, operands.weight, out_dtype=operands.accumulate)
+    else:
+        torch.mm(grad, operands.weight, out_dtype=operands.accumulate, out=out)
     factor = operands.transform.outer / operands.scale
     return out if factor == 1.0 else out.mul_(factor)
 
@@ -242,9 +285,11 @@ def weigh_slopes(
     return out
 
 
-def _statistics(products: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _statistics(products: Tensor, with_entropy: bool, out: RowStatistics | None) -> RowStatistics:
+    if out is not None:
+        return out
     logprobs, lse = products.new_empty(2, len(products))
-    return logprobs, lse, products.new_empty(len(products)) if with_entropy else None
+    return RowStatistics(logprobs, products.new_empty(len(products)) if with_entropy else None, lse)
 
 
 def _contiguous(values: Tensor | None) -> Tensor | None:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARY_VARIABLE = "FASTGRPO_LIBRARY"
-OPS = ("row_pass", "row_objective", "row_grad", "scale_round", "weigh_slopes", "merge_attention", "rotary")
+OPS = (
+    *("row_pass", "row_objective", "row_grad", "scale_round", "weigh_slopes", "merge_attention", "rotary"),
+    *("compact_rows", "grpo_rows", "grpo_sums", "left_pack_into", "take_rows_into", "sum_rows_into"),
+)
 """The library's ops, `torch.ops.fastgrpo.*`; each writes into tensors it is given and returns nothing."""
 NO_LIBRARY = "pure-Python wheel: built without a CUDA or HIP compiler"
 _PACKAGED = Path(__file__).parents[1] / "_lib" / "libfastgrpo_kernels.so"

@@ -111,6 +111,14 @@ def gradient_buffer(operands: Operands, rows: int) -> Tensor | None:
     return None
 
 
+class RowStatistics(NamedTuple):
+    """Where a kernel writes the statistics of R rows, each `[R]` and contiguous."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+
+
 class RowPass(NamedTuple):
     """Statistics of R rows of logits, each `[R]`, and their `[R, V]` gradients up to `Transform.outer`, where wanted."""
 
@@ -129,6 +137,7 @@ def row_pass(
     with_entropy: bool = False,
     with_logprob_grad: bool = False,
     with_entropy_grad: bool = False,
+    out: RowStatistics | None = None,
 ) -> RowPass:
     """
     Log-prob of the target, entropy (nats) and log-sum-exp of every row, and what `hidden` and `weight` get from them.
@@ -140,6 +149,7 @@ def row_pass(
         with_entropy: compute the entropy.
         with_logprob_grad: compute d logprob / d product: `onehot - p`.
         with_entropy_grad: compute d entropy / d product: `-p (log p + entropy)`; needs `with_entropy`.
+        out: where kernels write the statistics; not used here.
 
     Returns:
         RowPass. A row that holds NaN, or only -inf, is NaN, alone.
@@ -196,7 +206,7 @@ class TokenObjective:
         advantages, old_logprobs, ref_logprobs, multiplier, phi: `[R]`, see `fastgrpo.objective.token_terms`.
         token_weights: `[R]` what each token's loss counts.
         entropy_weights: `[R]` what each token's entropy takes off the loss, or None.
-        coefficient: from `[R]` log-probs to the derivative of the weighted loss in them: the same objective in torch.
+        loss, coefficient: from `[R]` log-probs to the weighted loss and its derivative in them: the same objective in torch.
     """
 
     loss_type: int
@@ -208,6 +218,7 @@ class TokenObjective:
     phi: Tensor | None
     token_weights: Tensor
     entropy_weights: Tensor | None
+    loss: Callable[[Tensor], Tensor]
     coefficient: Callable[[Tensor], Tensor]
 
 
@@ -217,7 +228,8 @@ def row_objective(
     operands: Operands,
     objective: TokenObjective,
     with_entropy: bool,
-    out: Tensor | None,
+    grad_out: Tensor | None,
+    out: RowStatistics | None = None,
 ) -> RowPass:
     """
     Statistics of every row, and the gradient of a row-local objective in the products, in `logprob_grad`.
@@ -226,7 +238,8 @@ def row_objective(
         products, targets, operands: as in `row_pass`.
         objective: of these rows.
         with_entropy: compute the entropy.
-        out: a part of `gradient_buffer`, or None.
+        grad_out: a part of `gradient_buffer`, or None.
+        out: as in `row_pass`.
 
     Returns:
         RowPass; its `entropy_grad` is spent.
@@ -309,8 +322,44 @@ def project(hidden: Tensor, operands: Operands) -> Tensor:
     return products
 
 
-def back_project(grad: Tensor, operands: Operands) -> Tensor:
-    """What hidden receives: `outer * grad @ weight`, `[R, V]` by `[V, H]` to `[R, H]` in `operands.accumulate`."""
+def total_loss(objective: TokenObjective, targets: Tensor, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+    """The 0-d loss over all rows; those with a negative target, or a weight of 0, count for nothing."""
+    loss = torch.where(objective.token_weights != 0, objective.loss(logprobs), 0.0).sum()
+    if objective.entropy_weights is None:
+        return loss
+    return loss - (entropy * objective.entropy_weights).sum()
+
+
+def computed_rows(
+    targets: Tensor, vocabulary: int, first: Tensor | None, second: Tensor | None, partition: bool
+) -> tuple[Tensor, Tensor | None]:
+    """
+    Which rows a call computes, in ascending order.
+
+    Args:
+        targets: `[N]`; rows outside `[0, vocabulary)` are in neither list.
+        vocabulary: V.
+        first, second: `[N]` or None; a row is wanted where one of them is not 0 (NaN is not), and every row without both.
+        partition: also return the other rows.
+
+    Returns:
+        int64 indices of the wanted rows, and of the others or None.
+    """
+    inside = (targets >= 0) & (targets < vocabulary)
+    factors = [x != 0 for x in (first, second) if x is not None]
+    wanted = inside
+    if factors:
+        wanted = inside & (factors[0] if len(factors) == 1 else factors[0] | factors[1])
+    others = (inside & ~wanted).nonzero().squeeze(1) if partition else None
+    return wanted.nonzero().squeeze(1), others
+
+
+def back_project(grad: Tensor, operands: Operands, out: Tensor | None = None) -> Tensor:
+    """
+    What hidden receives: `outer * grad @ weight`, `[R, V]` by `[V, H]` to `[R, H]` in `operands.accumulate`.
+
+    `out`: where kernels write it; not used here.
+    """
     weight, compute_dtype = operands.weight, operands.compute_dtype
     if _rounds_gradients(weight, compute_dtype):
         out = torch.mm(grad.to(compute_dtype), weight, out_dtype=grad.dtype)

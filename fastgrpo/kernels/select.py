@@ -25,6 +25,11 @@ def head_kernels(device: torch.device, compute_dtype: torch.dtype, trains: bool)
     return reference if why_reference(device.type, compute_dtype, trains) else cuda
 
 
+def has_row_kernels(device: torch.device, compute_dtype: torch.dtype, trains: bool) -> bool:
+    """Whether `head_kernels` gives the library's kernels, and so those of csrc/cuda/grpo.cu serve too."""
+    return not why_reference(device.type, compute_dtype, trains)
+
+
 def why_reference(device_type: str, compute_dtype: torch.dtype, trains: bool) -> str:
     """Why `reference` serves this call of a head; empty where the kernels do."""
     if device_type != "cuda":
@@ -34,6 +39,11 @@ def why_reference(device_type: str, compute_dtype: torch.dtype, trains: bool) ->
     if compute_dtype == torch.float16 and trains:
         return "float16 gradients of a head that trains would underflow"
     return why_no_library()
+
+
+def pack_reason(device_type: str) -> str:
+    """Why torch ops move tokens on this kind of device; empty where the library's kernels do."""
+    return _why_no_library() if device_type == "cuda" else f"there are no kernels for {device_type}"
 
 
 @torch.compiler.assume_constant_result

@@ -63,8 +63,8 @@ def transparent_ops(monkeypatch):
         monkeypatch.setattr(ops, name, getattr(ops, name)._init_fn)
     import fastgrpo.head as head
 
-    monkeypatch.setattr(head, "linear_logprob_op", ops.linear_logprob_op)
-    monkeypatch.setattr(head, "linear_grpo_op", ops.linear_grpo_op)
+    monkeypatch.setattr(head, "run_linear_logprob", ops.linear_logprob_op)
+    monkeypatch.setattr(head, "run_linear_grpo", ops.linear_grpo_op)
 
 
 def assert_mps_has_all(recorder: Recorder) -> None:

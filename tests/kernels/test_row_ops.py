@@ -26,7 +26,7 @@ def test_ops_are_registered_and_write_into_what_they_are_given(name):
     schema = getattr(torch.ops.fastgrpo, name).default._schema
     assert not schema.returns
     written = {argument.name for argument in schema.arguments if argument.is_write}
-    assert written & {"logits", "out"}
+    assert written & {"logits", "out", "counts", "sizes", "sums"}
 
 
 @needs_library
@@ -102,8 +102,8 @@ def test_both_implementations_have_the_same_functions():
     } - {"CudaOperands"}
     public = {name for name in functions if not name.startswith("_")}
     assert public == {
-        "add_weight_grad", "back_project", "bias_grad", "buffers", "gradient_buffer", "prepare", "project", "row_grad",
-        "row_objective", "row_pass", "scale", "weigh_slopes",
+        "add_weight_grad", "back_project", "bias_grad", "buffers", "computed_rows", "gradient_buffer", "prepare", "project",
+        "row_grad", "row_objective", "row_pass", "scale", "total_loss", "weigh_slopes",
     }  # fmt: skip
     assert all(callable(getattr(reference, name)) for name in public)
 

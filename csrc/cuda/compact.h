@@ -1,0 +1,21 @@
+// What the kernel of compact.cu takes.
+#pragma once
+
+#include <cstdint>
+
+namespace fastgrpo {
+
+// Every pointer is to device memory.
+struct CompactArgs {
+  const void* targets;  // [rows]
+  bool targets_are_64_bit;
+  std::int64_t rows, vocabulary;
+  const float *first, *second;      // [rows] or null: a row is wanted where one of them is not 0; without both, every row is
+  std::int64_t *wanted, *others;    // [rows] each; others or null
+  std::int64_t* counts;             // [2]: of wanted, of others
+};
+
+}  // namespace fastgrpo
+
+// Returns the runtime's code, 0 for success; `stream` as in row_args.h.
+extern "C" int fastgrpo_compact(const fastgrpo::CompactArgs* args, void* stream);

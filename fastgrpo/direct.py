@@ -1,0 +1,60 @@
+"""Custom ops called as plain functions: `torch.library` takes about half a millisecond a call, which only tracing needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def with_autograd(op: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    Registers the autograd of a custom op, and returns how to call the op with the least work.
+
+    Args:
+        op: from `torch.library.custom_op`.
+        setup_context, backward: as `op.register_autograd` takes them.
+
+    Returns:
+        A function of the op's arguments: the op itself where something traces, else a `torch.autograd.Function` of the same
+        three functions, and without gradients the op's own function.
+    """
+    op.register_autograd(backward, setup_context=setup_context)
+    body = _body(op)
+    methods = {"forward": body, "setup_context": setup_context, "backward": backward}
+    function = type(body.__name__, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
+
+    def run(*arguments: Any) -> Any:
+        if _traced(arguments):
+            return op(*arguments)
+        return function.apply(*arguments) if torch.is_grad_enabled() else body(*arguments)
+
+    return run
+
+
+def without_autograd(op: Any) -> Callable[..., Any]:
+    """`op` where something traces, or needs a gradient that the op may refuse; else its own function."""
+    body = _body(op)
+
+    def run(*arguments: Any) -> Any:
+        needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+        return op(*arguments) if needs_grad or _traced(arguments) else body(*arguments)
+
+    return run
+
+
+def _body(op: Any) -> Callable[..., Any]:
+    return getattr(op, "_init_fn", op)
+
+
+def _traced(arguments: tuple[Any, ...]) -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in arguments)
+    )
