@@ -29,6 +29,7 @@ class Shape:
         hidden, vocabulary: H, V.
         sequences, width: B, T of the padded micro-batch.
         masked: fraction of its positions that is not scored (prompt and padding); 0: all are.
+        softcap: of the logits, or None.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Shape:
     sequences: int
     width: int
     masked: float = 0.4
+    softcap: float | None = None
 
 
 CPU_SHAPES = (
@@ -54,8 +56,10 @@ CUDA_SHAPES = (
             (2048, 4096, 128256),
             (8192, 4096, 128256),
             (8192, 5120, 152064),
+            (32768, 1024, 151936),
         )
     ),
+    Shape("Gemma, softcap 30", hidden=2304, vocabulary=262144, sequences=8, width=1024, masked=0.0, softcap=30.0),
     Shape("Qwen3-1.7B, 40 % masked", hidden=2048, vocabulary=151936, sequences=16, width=1024),
 )
 QUICK_SHAPES = (Shape("quick", hidden=64, vocabulary=1009, sequences=4, width=32),)
@@ -164,6 +168,7 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
         weight.to(dtype),
         targets.masked_fill(~scored, -100),
         normal(shape.sequences),
+        shape.softcap,
     )
 
 
@@ -177,9 +182,10 @@ def _measure(
     for peer in peers(dtype, device):
         if task not in peer.tasks:
             continue
-        line = {"peer": peer.name, "note": peer.missing}
+        note = peer.missing or ("" if peer.softcaps or problem.softcap is None else "has no softcap")
+        line = {"peer": peer.name, "note": note}
         lines[peer.name] = line
-        if not peer.missing:
+        if not note:
             try:
                 line |= _accuracy(peer.run(problem, task), wanted)
                 line["extra_mib"] = extra_peak_bytes(lambda peer=peer: peer.run(problem, task), device) / MIB

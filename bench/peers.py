@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ TASKS = {
 
 ENTROPY_COEF = 0.01
 _TRL_CHUNK = 32768
+_SMALL_CHUNK = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class Problem:
         weight: `[V, H]`.
         targets: `[B, T]` int64, -100 where nothing is scored.
         advantages: `[B]` fp32.
+        softcap: of the logits, or None.
     """
 
     hidden: Tensor
     weight: Tensor
     targets: Tensor
     advantages: Tensor
+    softcap: float | None = None
 
     @cached_property
     def scored(self) -> Tensor:
@@ -87,16 +90,18 @@ class Peer:
         run: `(problem, task) -> Output`; forward, and backward unless the task is `forward`.
         tasks: what it can do.
         missing: why it cannot run here; empty where it can.
+        softcaps: whether it can cap logits.
     """
 
     name: str
     run: Callable[[Problem, str], Output]
     tasks: tuple[str, ...] = tuple(TASKS)
     missing: str = ""
+    softcaps: bool = True
 
 
-Score = Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor | None]]
-"""`(hidden [R, H], weight, targets [R], task) -> log-probs [R], entropy [R] or None`."""
+Score = Callable[[Tensor, Tensor, Tensor, str, float | None], tuple[Tensor, Tensor | None]]
+"""`(hidden [R, H], weight, targets [R], task, softcap) -> log-probs [R], entropy [R] or None`."""
 
 
 def peers(dtype: torch.dtype, device: torch.device | None = None) -> list[Peer]:
@@ -108,14 +113,24 @@ def peers(dtype: torch.dtype, device: torch.device | None = None) -> list[Peer]:
         Peer("TRL, scored rows", _scorer(_trl, compact=True), missing=trl_missing),
         Peer("fastgrpo, fused loss", _fastgrpo_loss, ("trained",)),
     ]
-    if device is None or device.type != "cuda":  # there, float32 products are ten times slower than 16-bit ones
+    if device is not None and device.type == "cuda":
+        small = partial(_fastgrpo, chunk_bytes=_SMALL_CHUNK)
+        found.append(Peer("fastgrpo, chunks of 128 MiB", _scorer(small, compact=False), ("forward", "frozen")))
+    else:
+        # On CUDA, float32 products are ten times slower than 16-bit ones.
         found.append(Peer("full logits, fp32", _scorer(_full_logits_fp32, compact=True)))
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
         found.append(Peer(f"full logits, eager {name}", _scorer(_full_logits_eager, compact=True)))
     found += [
-        Peer("Liger", _liger_loss, ("frozen", "trained"), _missing("liger_kernel", "liger-kernel")),
-        Peer("Unsloth", _scorer(_unsloth, compact=True), ("forward", "frozen", "trained"), _missing("unsloth_zoo")),
+        Peer("Liger", _liger_loss, ("frozen", "trained"), _missing("liger_kernel", "liger-kernel"), softcaps=False),
+        Peer(
+            "Unsloth",
+            _scorer(_unsloth, compact=True),
+            ("forward", "frozen", "trained"),
+            _missing("unsloth_zoo"),
+            softcaps=False,
+        ),
         Peer(
             "Cut Cross-Entropy",
             _scorer(_cut_cross_entropy, compact=True),
@@ -165,7 +180,11 @@ def truth(problem: Problem, task: str, block: int = 256) -> Output:
     grad_hidden, grad_weight = torch.zeros_like(rows), torch.zeros_like(weight)
     for start in range(0, rows.shape[0], block):
         part = slice(start, start + block)
-        log_p = torch.log_softmax(rows[part] @ weight.t(), -1)
+        logits, slope = rows[part] @ weight.t(), 1.0
+        if problem.softcap is not None:
+            capped = torch.tanh(logits / problem.softcap)
+            logits, slope = problem.softcap * capped, 1 - capped.square()
+        log_p = torch.log_softmax(logits, -1)
         column = problem.row_targets[part].unsqueeze(1)
         logprobs[part] = log_p.gather(1, column).squeeze(1)
         if task == "forward":
@@ -175,6 +194,7 @@ def truth(problem: Problem, task: str, block: int = 256) -> Output:
         if task == "entropy":
             entropy = -(log_p.exp() * log_p).sum(-1, keepdim=True)
             grad.add_(log_p.exp().mul_(log_p + entropy), alpha=ENTROPY_COEF / rows.shape[0])
+        grad = grad * slope
         grad_hidden[part] = grad @ weight
         if task == "trained":
             grad_weight.addmm_(grad.t(), rows[part])
@@ -196,7 +216,7 @@ def _scorer(score: Score, compact: bool) -> Callable[[Problem, str], Output]:
         weight = problem.weight.detach().requires_grad_(task == "trained")
         keep = ... if compact or problem.all_scored else problem.scored.flatten()
         with torch.set_grad_enabled(with_grad):
-            logprobs, entropy = score(hidden, weight, targets, task)
+            logprobs, entropy = score(hidden, weight, targets, task, problem.softcap)
             logprobs = logprobs[keep]
             if not with_grad:
                 return Output(logprobs, None, None)
@@ -209,10 +229,23 @@ def _scorer(score: Score, compact: bool) -> Callable[[Problem, str], Output]:
     return run
 
 
-def _fastgrpo(hidden: Tensor, weight: Tensor, targets: Tensor, task: str) -> tuple[Tensor, Tensor | None]:
+def _fastgrpo(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    task: str,
+    softcap: float | None,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
     # As the patched trainer calls it: entropy is logged in the loss forward, nobody asks for it in the other passes.
     return fastgrpo.linear_logprob(
-        hidden, weight, targets, return_entropy=task != "forward", entropy_requires_grad=task == "entropy"
+        hidden,
+        weight,
+        targets,
+        softcap=softcap,
+        return_entropy=task != "forward",
+        chunk_bytes=chunk_bytes,
+        entropy_requires_grad=task == "entropy",
     )
 
 
@@ -221,31 +254,39 @@ def _fastgrpo_loss(problem: Problem, task: str) -> Output:
     segments = torch.nn.functional.pad(problem.scored.sum(1).cumsum(0), (1, 0))
     objective = fastgrpo.Objective(loss_type="dapo", num_items_in_batch=float(hidden.shape[0]))
     loss, stats = fastgrpo.linear_grpo_loss(
-        hidden, weight, problem.row_targets, segments, problem.advantages, objective
+        hidden, weight, problem.row_targets, segments, problem.advantages, objective, softcap=problem.softcap
     )
     loss.backward()
     return Output(stats.logprobs, hidden.grad, weight.grad)
 
 
-def _trl(hidden: Tensor, weight: Tensor, targets: Tensor, task: str) -> tuple[Tensor, Tensor | None]:
+def _trl(
+    hidden: Tensor, weight: Tensor, targets: Tensor, task: str, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     # As in `add_fused_lm_head` for `GRPOTrainer`: entropy in every pass, masked targets clamped to word 0.
     logprobs, entropy, *_ = ChunkedLogProbFunction.apply(
-        hidden, weight, None, targets.clamp(min=0), 1.0, _TRL_CHUNK, None, 1.0, ("entropy",)
+        hidden, weight, None, targets.clamp(min=0), 1.0, _TRL_CHUNK, softcap, 1.0, ("entropy",)
     )
     return logprobs, entropy
 
 
-def _full_logits_fp32(hidden: Tensor, weight: Tensor, targets: Tensor, task: str) -> tuple[Tensor, Tensor | None]:
-    return _from_logits(torch.nn.functional.linear(hidden.float(), weight.float()), targets, task)
+def _full_logits_fp32(
+    hidden: Tensor, weight: Tensor, targets: Tensor, task: str, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    return _from_logits(torch.nn.functional.linear(hidden.float(), weight.float()), targets, task, softcap)
 
 
-def _full_logits_eager(hidden: Tensor, weight: Tensor, targets: Tensor, task: str) -> tuple[Tensor, Tensor | None]:
-    return _from_logits(torch.nn.functional.linear(hidden, weight).float(), targets, task)
+def _full_logits_eager(
+    hidden: Tensor, weight: Tensor, targets: Tensor, task: str, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    return _from_logits(torch.nn.functional.linear(hidden, weight).float(), targets, task, softcap)
 
 
-def _from_logits(logits: Tensor, targets: Tensor, task: str) -> tuple[Tensor, Tensor | None]:
+def _from_logits(logits: Tensor, targets: Tensor, task: str, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     log_p = torch.log_softmax(logits, -1)
     logprobs = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
     if task == "forward":
@@ -265,15 +306,19 @@ def _liger_loss(problem: Problem, task: str) -> Output:
     return Output(None, hidden.grad[problem.scored], weight.grad)
 
 
-def _unsloth(hidden: Tensor, weight: Tensor, targets: Tensor, task: str) -> tuple[Tensor, Tensor | None]:
+def _unsloth(
+    hidden: Tensor, weight: Tensor, targets: Tensor, task: str, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
     module = importlib.import_module("unsloth_zoo.fused_losses.fused_linear")
     return module.fused_linear_logprobs(hidden, weight, targets, temperature=1.0), None
 
 
-def _cut_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, task: str) -> tuple[Tensor, Tensor | None]:
+def _cut_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, task: str, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
     from cut_cross_entropy import linear_cross_entropy
 
-    return -linear_cross_entropy(hidden, weight, targets, reduction="none", filter_eps=None), None
+    return -linear_cross_entropy(hidden, weight, targets, reduction="none", filter_eps=None, softcap=softcap), None
 
 
 def _missing(module: str, distribution: str | None = None) -> str:

@@ -145,9 +145,15 @@ struct Call {
        double logit_scale, std::optional<double> softcap)
       : check{op, logits_}, logits(logits_) {
     if (!logits.is_cuda()) fail(op, ": logits is not on a CUDA device; this op has CUDA kernels only.");
-    if (logits.scalar_type() != ScalarType::Float) {
-      fail(op, ": logits is ", name_of(logits.scalar_type()), "; it must be torch.float32.");
+    const ScalarType logits_type = logits.scalar_type();
+    if (logits_type != ScalarType::Float && logits_type != ScalarType::BFloat16 && logits_type != ScalarType::Half) {
+      fail(op, ": logits is ", name_of(logits_type), "; it must be torch.float32, torch.bfloat16 or torch.float16.");
     }
+    args.logits_dtype = logits_type == ScalarType::Float      ? LogitsDtype::float32
+                        : logits_type == ScalarType::BFloat16 ? LogitsDtype::bfloat16
+                                                              : LogitsDtype::float16;
+    // The kernels of 16-bit logits have gradients of their dtype, wanted or not.
+    args.grad_dtype = logits_type == ScalarType::Half ? GradDtype::float16 : GradDtype::bfloat16;
     if (logits.dim() != 2 || logits.size(1) == 0) {
       fail(op, ": logits has shape ", shape_of(logits), "; it must be [rows, V] with V >= 1.");
     }
@@ -204,6 +210,10 @@ struct Call {
     if (type != ScalarType::BFloat16 && type != ScalarType::Half) {
       fail(check.op, ": the gradient is ", name_of(type), "; it must be torch.bfloat16 or torch.float16.");
     }
+    if (!has_wide_logits() && type != logits.scalar_type()) {
+      fail(check.op, ": the gradient is ", name_of(type), " and logits ", name_of(logits.scalar_type()),
+           "; with 16-bit logits both must have one dtype.");
+    }
     args.grad_dtype = type == ScalarType::Half ? GradDtype::float16 : GradDtype::bfloat16;
     args.grad_scale = static_cast<float>(scale);
     place("the gradient", *grad, 0);
@@ -216,14 +226,18 @@ struct Call {
     args.second_pitch = second->stride(0);
   }
 
+  bool has_wide_logits() const { return args.logits_dtype == LogitsDtype::float32; }
+
   // Over the logits at this offset (in elements of the gradient), or apart from them. Returns whether over.
   bool place(const char* name, const Tensor& grad, int64_t offset) const {
     check.of_logits(name, grad);
     check.matrix(name, grad);
     if (logits.size(0) == 0 || !overlap(grad, logits)) return false;
     const char* start = static_cast<const char*>(logits.data_ptr()) + 2 * offset;
-    if (grad.data_ptr() != start || grad.stride(0) != 2 * logits.stride(0)) {
-      fail(check.op, ": ", name, " overlaps logits; it must lie apart from them, or exactly over a half of their rows.");
+    const int64_t pitch = (has_wide_logits() ? 2 : 1) * logits.stride(0);
+    if (grad.data_ptr() != start || grad.stride(0) != pitch) {
+      fail(check.op, ": ", name, " overlaps logits; it must lie apart from them, or exactly over a half of their rows (over all ",
+           "of 16-bit ones).");
     }
     return true;
   }
@@ -233,7 +247,7 @@ struct Call {
     const torch::stable::accelerator::DeviceGuard guard(device);
     void* stream = stream_of(check.op, device);
     const bool once = args.grad != nullptr && args.coefficients != Coefficients::given;
-    if (once && fastgrpo_row_cluster_serves(args.columns, device)) {
+    if (once && has_wide_logits() && fastgrpo_row_cluster_serves(args.columns, device)) {
       return require_success(check.op, fastgrpo_row_cluster(&args, stream));
     }
     if (in_place_second) {

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #endif
 
+#include "device.h"
 #include "row_args.h"
 
 namespace fastgrpo {
@@ -25,6 +26,13 @@ struct Rounding {
     const T pair[2] = {round(low), round(high)};
     return __builtin_bit_cast(unsigned, pair);
   }
+  static __device__ float4 widen4(const uint2& bits) {
+    const T four[4] = {__builtin_bit_cast(T, static_cast<unsigned short>(bits.x)),
+                       __builtin_bit_cast(T, static_cast<unsigned short>(bits.x >> 16)),
+                       __builtin_bit_cast(T, static_cast<unsigned short>(bits.y)),
+                       __builtin_bit_cast(T, static_cast<unsigned short>(bits.y >> 16))};
+    return {widen(four[0]), widen(four[1]), widen(four[2]), widen(four[3])};
+  }
 };
 
 template <>
@@ -43,6 +51,11 @@ struct Grad16<GradDtype::bfloat16> {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<const unsigned&>(pair);
   }
+  static __device__ float4 widen4(const uint2& bits) {
+    const float2 low = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(bits.x));
+    const float2 high = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(bits.y));
+    return {low.x, low.y, high.x, high.y};
+  }
 };
 
 template <>
@@ -53,6 +66,11 @@ struct Grad16<GradDtype::float16> {
   static __device__ unsigned round2(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
     return reinterpret_cast<const unsigned&>(pair);
+  }
+  static __device__ float4 widen4(const uint2& bits) {
+    const float2 low = __half22float2(reinterpret_cast<const __half2&>(bits.x));
+    const float2 high = __half22float2(reinterpret_cast<const __half2&>(bits.y));
+    return {low.x, low.y, high.x, high.y};
   }
 };
 

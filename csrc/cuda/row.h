@@ -52,9 +52,24 @@ __device__ __forceinline__ int target_of(const RowArgs& args, long long row) {
   return target >= 0 && target < args.columns ? static_cast<int>(target) : -1;
 }
 
+// 16-bit logits behind the pointer of a Row.
+template <LogitsDtype kLogits>
+using Logits16 = Grad16<kLogits == LogitsDtype::float16 ? GradDtype::float16 : GradDtype::bfloat16>;
+
+template <LogitsDtype kLogits>
+__device__ __forceinline__ const float* row_start(const RowArgs& args, long long row) {
+  if constexpr (kLogits == LogitsDtype::float32) {
+    return args.logits + row * args.logits_pitch;
+  } else {
+    using Type = typename Logits16<kLogits>::Type;
+    return reinterpret_cast<const float*>(reinterpret_cast<const Type*>(args.logits) + row * args.logits_pitch);
+  }
+}
+
+template <LogitsDtype kLogits = LogitsDtype::float32>
 __device__ __forceinline__ Row make_row(const RowArgs& args, long long row, int target) {
   const bool softcap = args.softcap > 0.f;
-  return {args.logits + row * args.logits_pitch,
+  return {row_start<kLogits>(args, row),
           args.bias,
           args.columns,
           target,
@@ -66,8 +81,13 @@ __device__ __forceinline__ Row make_row(const RowArgs& args, long long row, int 
           softcap};
 }
 
+template <LogitsDtype kLogits = LogitsDtype::float32>
 __device__ __forceinline__ float4 load(const Row& row, int vector) {
-  return ptx::ld_streaming(reinterpret_cast<const float4*>(row.logits) + vector);
+  if constexpr (kLogits == LogitsDtype::float32) {
+    return ptx::ld_streaming(reinterpret_cast<const float4*>(row.logits) + vector);
+  } else {
+    return Logits16<kLogits>::widen4(reinterpret_cast<const uint2*>(row.logits)[vector]);
+  }
 }
 
 __device__ __forceinline__ float4 no_logits() { return {kNoLogit, kNoLogit, kNoLogit, kNoLogit}; }
@@ -95,8 +115,18 @@ __device__ __forceinline__ void to_logits(const Row& row, int vector, float4& z)
   }
 }
 
+template <LogitsDtype kLogits = LogitsDtype::float32>
+__device__ __forceinline__ float target_product(const Row& row) {
+  if constexpr (kLogits == LogitsDtype::float32) {
+    return row.logits[row.target];
+  } else {
+    return Logits16<kLogits>::widen(reinterpret_cast<const typename Logits16<kLogits>::Type*>(row.logits)[row.target]);
+  }
+}
+
+template <LogitsDtype kLogits = LogitsDtype::float32>
 __device__ __forceinline__ float target_logit(const Row& row) {
-  const float product = row.logits[row.target] + (row.bias == nullptr ? 0.f : row.bias[row.target]);
+  const float product = target_product<kLogits>(row) + (row.bias == nullptr ? 0.f : row.bias[row.target]);
   return row.softcap ? row.outer * tanhf(row.inner * product) : row.scale * product;
 }
 

@@ -9,6 +9,8 @@ namespace fastgrpo {
 
 enum class GradDtype : int { bfloat16, float16 };
 
+enum class LogitsDtype : int { float32, bfloat16, float16 };
+
 // What a row's gradient is multiplied by.
 enum class Coefficients : int {
   one,        // d logprob, and d entropy into `second_grad`
@@ -18,7 +20,7 @@ enum class Coefficients : int {
 
 // Every pointer is to device memory; "or null" says which may be missing. [rows] arrays are contiguous fp32.
 struct RowArgs {
-  // Products z = hidden . weight, [rows, columns] fp32: 16-byte aligned rows, a multiple of 4 elements apart, with at
+  // Products z = hidden . weight, [rows, columns] fp32 (or see logits_dtype): 16-byte aligned rows, a multiple of 4 elements apart, with at
   // least `columns` rounded up to 4 elements each. logit = softcap(logit_scale * (z + bias)) / temperature.
   float* logits;
   std::int64_t logits_pitch;
@@ -43,6 +45,9 @@ struct RowArgs {
   ObjectiveParams params;
   const float *advantages, *token_weights;
   const float *old_logprobs, *ref_logprobs, *multiplier, *phi, *entropy_weights;  // or null
+
+  // 16-bit logits: for fastgrpo_row_streamed alone, with gradients of the same dtype.
+  LogitsDtype logits_dtype;
 };
 
 }  // namespace fastgrpo
@@ -50,7 +55,8 @@ struct RowArgs {
 // Each returns the runtime's code, 0 for success. `stream` is a cudaStream_t or hipStream_t on the current device.
 extern "C" {
 // Reads a row twice where a gradient and the statistics are wanted, else once; any device. `grad` may lie over the first
-// half of `logits` (the same pointer, twice the pitch); `second_grad` must not overlap `logits`.
+// half of `logits` (the same pointer, twice the pitch), or over 16-bit logits (the same pitch); `second_grad` must not overlap
+// `logits`.
 int fastgrpo_row_streamed(const fastgrpo::RowArgs* args, void* stream);
 // Reads a row once; thread block clusters. `second_grad` may lie over the second half of each row as well.
 int fastgrpo_row_cluster(const fastgrpo::RowArgs* args, void* stream);

@@ -5,7 +5,8 @@
 //                this is the only read
 // Bytes: 4 a logit for statistics, 4 + 4 + 2 with gradients, 4 + 2 for gradients from saved statistics.
 // Writing over the row is safe in ascending rounds with one barrier a round: the gradients of a round lie where logits of
-// earlier rounds were, or (first round) of this one, and all of those are in registers.
+// earlier rounds were, or (first round, and 16-bit logits) of this one, and all of those are in registers.
+// 16-bit logits take half of the bytes of every read, and gradients of their own dtype.
 // Registers: 2 x kVectors x 4 of logits, two blocks a multiprocessor. Shared memory: a few dozen scalars.
 #include "../export.h"
 #include "row.h"
@@ -21,12 +22,13 @@ struct Round {
   float4 z[kVectors];
 };
 
+template <LogitsDtype kLogits>
 __device__ __forceinline__ Round load_round(const Row& row, int first, int vectors) {
   Round round;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const int vector = first + k * kThreads;
-    round.z[k] = vector < vectors ? load(row, vector) : no_logits();
+    round.z[k] = vector < vectors ? load<kLogits>(row, vector) : no_logits();
   }
   return round;
 }
@@ -39,13 +41,14 @@ __device__ __forceinline__ void to_logits(const Row& row, int first, int vectors
   }
 }
 
+template <LogitsDtype kLogits>
 __device__ __forceinline__ Partial row_partial(const Row& row) {
   const int vectors = row.vectors();
   float max = kNoLogit, sum = 0.f, weighted2 = 0.f;
-  Round next = load_round(row, threadIdx.x, vectors);
+  Round next = load_round<kLogits>(row, threadIdx.x, vectors);
   for (int first = threadIdx.x; first < vectors; first += kRound) {
     Round round = next;
-    next = load_round(row, first + kRound, vectors);
+    next = load_round<kLogits>(row, first + kRound, vectors);
     to_logits(row, first, vectors, round);
     float larger = max;
 #pragma unroll
@@ -62,18 +65,18 @@ __device__ __forceinline__ Partial row_partial(const Row& row) {
   return make_partial(max, sum, weighted2);
 }
 
-template <GradDtype kDtype, bool kSoftcap>
+template <GradDtype kDtype, LogitsDtype kLogits, bool kSoftcap>
 __device__ __forceinline__ void write_gradients(const RowArgs& args, const Row& row, long long index,
                                                 const RowScalars& scalars) {
   auto* grads = grad_row<kDtype>(args.grad, args.grad_pitch, index);
   auto* second = args.second_grad == nullptr ? nullptr : grad_row<kDtype>(args.second_grad, args.second_pitch, index);
   const float inverse_outer = kSoftcap ? args.temperature / args.softcap : 0.f;
   const int vectors = row.vectors();
-  Round next = load_round(row, threadIdx.x, vectors);
+  Round next = load_round<kLogits>(row, threadIdx.x, vectors);
   for (int start = 0; start < vectors; start += kRound) {
     const int first = start + threadIdx.x;
     Round round = next;
-    next = load_round(row, first + kRound, vectors);
+    next = load_round<kLogits>(row, first + kRound, vectors);
     to_logits(row, first, vectors, round);
     __syncthreads();
 #pragma unroll
@@ -92,18 +95,18 @@ __device__ __forceinline__ void write_gradients(const RowArgs& args, const Row& 
   }
 }
 
-template <GradDtype kDtype>
+template <GradDtype kDtype, LogitsDtype kLogits>
 __global__ void __launch_bounds__(kThreads, 2) row_streamed(const __grid_constant__ RowArgs args) {
   __shared__ Slot slots[kThreads / kLanes];
   __shared__ RowScalars shared;
   const long long index = blockIdx.x;
   const int target = target_of(args, index);
   if (target < 0) return write_ignored_row<kDtype>(args, index, threadIdx.x, kThreads);
-  const Row row = make_row(args, index, target);
-  const float z_target = threadIdx.x < kLanes ? target_logit(row) : 0.f;
+  const Row row = make_row<kLogits>(args, index, target);
+  const float z_target = threadIdx.x < kLanes ? target_logit<kLogits>(row) : 0.f;
   const bool given = args.coefficients == Coefficients::given;
   Partial others;
-  if (!given) others = combine_block<kThreads>(row_partial(row), slots);
+  if (!given) others = combine_block<kThreads>(row_partial<kLogits>(row), slots);
   if (threadIdx.x < kLanes) {
     RowScalars scalars = given ? given_scalars(args, index) : finish_row(args, index, others, z_target, threadIdx.x == 0);
     apply_scale(args, z_target, scalars);
@@ -111,8 +114,8 @@ __global__ void __launch_bounds__(kThreads, 2) row_streamed(const __grid_constan
   }
   if (args.grad == nullptr) return;
   __syncthreads();
-  if (row.softcap) return write_gradients<kDtype, true>(args, row, index, shared);
-  write_gradients<kDtype, false>(args, row, index, shared);
+  if (row.softcap) return write_gradients<kDtype, kLogits, true>(args, row, index, shared);
+  write_gradients<kDtype, kLogits, false>(args, row, index, shared);
 }
 
 }  // namespace
@@ -121,8 +124,11 @@ __global__ void __launch_bounds__(kThreads, 2) row_streamed(const __grid_constan
 FASTGRPO_EXPORT int fastgrpo_row_streamed(const fastgrpo::RowArgs* args, void* stream) {
   using namespace fastgrpo;
   if (args->rows == 0) return 0;
-  const auto kernel = args->grad_dtype == GradDtype::bfloat16 ? row_streamed<GradDtype::bfloat16>
-                                                              : row_streamed<GradDtype::float16>;
+  const bool is_float16 = args->grad_dtype == GradDtype::float16;
+  auto kernel = is_float16 ? row_streamed<GradDtype::float16, LogitsDtype::float32>
+                           : row_streamed<GradDtype::bfloat16, LogitsDtype::float32>;
+  if (args->logits_dtype == LogitsDtype::float16) kernel = row_streamed<GradDtype::float16, LogitsDtype::float16>;
+  if (args->logits_dtype == LogitsDtype::bfloat16) kernel = row_streamed<GradDtype::bfloat16, LogitsDtype::bfloat16>;
   kernel<<<args->rows, kThreads, 0, static_cast<Stream>(stream)>>>(*args);
   return launch_status();
 }

@@ -62,6 +62,7 @@ class RowArgs(ctypes.Structure):
         ("multiplier", POINTER),
         ("phi", POINTER),
         ("entropy_weights", POINTER),
+        ("logits_dtype", INT),
     )
 
 

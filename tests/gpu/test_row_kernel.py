@@ -354,6 +354,57 @@ def test_the_objective_in_the_kernel_equals_the_one_in_torch(loss_type, beta, on
     assert_gradient(grad, expected, loss_type)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("vocabulary", LENGTHS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "temperature": 0.7}])
+def test_16_bit_logits_are_read_as_they_are(dtype, vocabulary, options):
+    products, targets = make(9, vocabulary)
+    pitch = pitch_of(vocabulary)
+    buffer = torch.full((9, pitch), math.nan, device="cuda", dtype=dtype)
+    logits = buffer[:, :vocabulary]
+    logits.copy_(products)
+    targets[3] = -100
+    keep = [0, 1, 2, 4, 5, 6, 7, 8]
+    wanted = truth(logits[keep].float(), targets[keep], **options)
+    second = poisoned(9, vocabulary, dtype)
+    apart = poisoned(9, vocabulary, dtype)
+    again = logits.clone() if vocabulary == pitch else buffer.clone()[:, :vocabulary]
+    row_pass(again, targets, apart, **options)
+    found = row_pass(logits, targets, logits, second, **options)  # in place
+    assert torch.equal(logits, apart)
+    assert_statistics({name: values[keep] for name, values in found.items()}, wanted)
+    assert logits[3].eq(0).all() and all(values[3] == 0 for values in found.values())
+    if vocabulary == 1:
+        return
+    tiny = 2**-12 if dtype == FP16 else 0.0
+    for grad, name in ((logits, "u"), (second, "v")):
+        big = wanted[name].abs() > tiny
+        assert_gradient(grad[keep].double().where(big, 0.0), wanted[name].where(big, 0.0), name)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_16_bit_logits_serve_the_other_coefficients(dtype):
+    products, targets = make(40, 5003)
+    logits = torch.empty(40, pitch_of(5003), device="cuda", dtype=dtype)[:, :5003].copy_(products)
+    wanted = truth(logits.float(), targets)
+    weights, advantages = torch.rand(40, device="cuda"), torch.randn(40, device="cuda")
+    out = [torch.full((40,), math.nan, device="cuda") for _ in range(3)]
+    scale = 2048.0 if dtype == FP16 else 1.0
+    grad = poisoned(40, 5003, dtype)
+    constants = objective_constants(Objective())
+    constants[4] = bool(constants[4])
+    torch.ops.fastgrpo.row_objective(
+        logits, targets, None, 1.0, 1.0, None, *out, advantages, weights, None, None, None, None, None,
+        LOSS_TYPES.index("dapo"), *constants, grad, scale,
+    )  # fmt: skip
+    expected = (-advantages * weights).double()[:, None] * wanted["u"]
+    assert_gradient(grad.double() / scale, expected, "objective")
+    torch.ops.fastgrpo.row_grad(
+        logits, targets, None, 1.0, 1.0, None, *out[:2], out[2], -advantages * weights, None, logits, scale
+    )
+    assert_gradient(logits.double() / scale, expected, "given")
+
+
 def test_the_reference_gives_the_same_gradients():
     products, targets = make(20, 5003)
     operands = reference.Operands(
@@ -409,7 +460,11 @@ BAD = {
     "targets on the CPU": ({"targets": torch.zeros(4, dtype=torch.long)}, "targets is not on a CUDA device"),
     "targets float": ({"targets": torch.zeros(4)}, r"targets is torch.float32; it must be torch.int32"),
     "targets length": ({"targets": torch.zeros(3, dtype=torch.long)}, r"targets has shape \[3\].*\[4\]"),
-    "logits half": ({"logits": torch.zeros(4, 128, dtype=FP16)}, r"logits is torch.float16; it must be torch.float32"),
+    "logits double": ({"logits": torch.zeros(4, 128).double()}, r"logits is torch.float64; it must be torch.float32"),
+    "gradient of another dtype": (
+        {"logits": torch.zeros(4, 128, dtype=FP16), "grad": torch.zeros(4, 128, dtype=BF16)},
+        r"gradient is torch.bfloat16 and logits torch.float16; with 16-bit logits both must have one dtype",
+    ),
     "logits 1d": ({"logits": torch.zeros(4)}, r"logits has shape \[4\]; it must be \[rows, V\]"),
     "logits odd pitch": ({"logits": torch.zeros(4, 127)}, r"rows of logits are 127 elements apart.*multiple of 4"),
     "bias short": ({"bias": torch.zeros(64)}, r"bias is torch.float32 of shape \[64\].*\[128\]"),
@@ -451,6 +506,7 @@ def test_ops_pass_opcheck():
     out = [torch.empty(4, device="cuda") for _ in range(3)]
     grad = poisoned(4, 100, BF16)
     values = [torch.rand(4, device="cuda") for _ in range(2)]
+    segments = torch.tensor([0, 2, 4], device="cuda")
     head = (logits, targets, None, 1.0, 1.0, None, *out)
     arguments = {
         "row_pass": (*head, grad, None, 1.0),
@@ -462,6 +518,22 @@ def test_ops_pass_opcheck():
         "weigh_slopes": (
             values[0], torch.rand(4, 8, device="cuda"), None, None, targets, 100,
             torch.empty(4, 8, device="cuda", dtype=BF16),
+        ),
+        "compact_rows": (targets, 100, values[0], None, *(torch.empty_like(targets) for _ in range(3))),
+        "grpo_rows": (
+            segments, targets, 100, None, values[0], None, 2, 1.0, 1.0, None, 0.0, 0.0, 2.0, 3.0, 3.0, 2.0,
+            torch.empty_like(targets), *(torch.empty(4, device="cuda") for _ in range(2)), None, None, None, None,
+            torch.empty_like(targets),
+        ),
+        "grpo_sums": (
+            segments, targets, *(torch.rand(4, device="cuda") for _ in range(3)), *[None] * 8, 3, 0.2, 0.2, math.inf, 0.0,
+            True, 1.0, 1.05, 1.0, False, torch.empty(2, 10, device="cuda", dtype=torch.float64),
+            torch.empty(9, 2, device="cuda"), torch.empty(2, 2, device="cuda"),
+        ),
+        "left_pack_into": (targets.view(2, 2), torch.empty_like(targets), torch.empty(2, device="cuda").long()),
+        "take_rows_into": (torch.rand(4, 8, device="cuda"), targets, 0, torch.empty(4, 8, device="cuda")),
+        "sum_rows_into": (
+            torch.rand(4, 8, device="cuda"), torch.arange(4, device="cuda"), segments, torch.empty(2, 8, device="cuda"),
         ),
     }  # fmt: skip
     for name in OPS:

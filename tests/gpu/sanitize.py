@@ -1,0 +1,79 @@
+"""Every kernel of the library at small, odd shapes, for compute-sanitizer to watch:
+
+for tool in memcheck racecheck synccheck; do compute-sanitizer --tool $tool --error-exitcode 1 python tests/gpu/sanitize.py; done
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastgrpo import Objective, left_pack, linear_grpo_loss, linear_logprob, pack, unpack
+from fastgrpo.pack_ops import sum_rows, take_rows
+
+DEVICE = torch.device("cuda")
+
+
+def head() -> None:
+    """Both row kernels' users, the scaling of gradients, compaction."""
+    for vocabulary in (7, 2049, 5003, 33000):
+        for trains in (False, True):
+            hidden = torch.randn(37, 64, device=DEVICE).bfloat16().requires_grad_()
+            weight = torch.randn(vocabulary, 64, device=DEVICE).bfloat16().requires_grad_(trains)
+            targets = torch.randint(-1, vocabulary, (37,), device=DEVICE)
+            out = linear_logprob(hidden, weight, targets, softcap=20.0, return_entropy=True, num_chunks=2)
+            (out.logprobs.sum() + out.entropy.sum()).backward()
+
+
+def loss() -> None:
+    """Coefficients and sums, with everything that is optional and without."""
+    for loss_type in ("grpo", "vespo"):
+        for full in (False, True):
+            hidden = torch.randn(301, 64, device=DEVICE).bfloat16().requires_grad_()
+            weight = torch.randn(515, 64, device=DEVICE).bfloat16().requires_grad_()
+            value, _ = linear_grpo_loss(
+                hidden,
+                weight,
+                torch.randint(0, 515, (301,), device=DEVICE),
+                torch.tensor([0, 100, 100, 299, 301], device=DEVICE),
+                torch.randn(4, device=DEVICE),
+                Objective(loss_type=loss_type, beta=0.1 * full, entropy_coef=0.1 * full),
+                ref_logprobs=torch.randn(301, device=DEVICE) if full else None,
+                sampler_ratio=torch.rand(301, device=DEVICE) if full else None,
+                loss_mask=torch.rand(301, device=DEVICE) > 0.5 if full else None,
+                num_chunks=3,
+            )
+            value.backward()
+
+
+def rows_of_16_bit() -> None:
+    """16-bit logits, gradients in place."""
+    for dtype in (torch.bfloat16, torch.float16):
+        logits = torch.randn(5, 5056, device=DEVICE).to(dtype)[:, :5003]
+        out = torch.empty(3, 5, device=DEVICE)
+        targets = torch.tensor([0, 5002, -1, 4096, 17], device=DEVICE)
+        torch.ops.fastgrpo.row_pass(logits, targets, None, 1.0, 1.0, None, *out, logits, None, 1.0)
+
+
+def packs() -> None:
+    """Packing, taking rows and their gradients, at widths of every alignment."""
+    for width in (1, 33, 255, 257, 1000):
+        ids, mask = torch.randint(0, 9, (5, width), device=DEVICE), torch.rand(5, width, device=DEVICE) > 0.4
+        packed = left_pack(ids, mask)
+        packed.restore(packed.input_ids)
+        row = pack(ids, mask, torch.zeros(5, dtype=torch.long, device=DEVICE), True)
+        values = torch.randn(row.tokens.shape[1], device=DEVICE, requires_grad=True)
+        unpack(values, row).sum().backward()
+        for dtype in (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.int64):
+            source = torch.ones(width, 3, device=DEVICE).to(dtype)
+            index = torch.randint(-1, width, (77,), device=DEVICE)
+            taken = take_rows(source, index, 1.0)
+            if dtype.is_floating_point:
+                sum_rows(taken, index, width)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for part in (head, loss, rows_of_16_bit, packs):
+        part()
+        torch.cuda.synchronize()
+        print(part.__name__, "ran", flush=True)
