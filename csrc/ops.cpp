@@ -416,13 +416,14 @@ void compact_rows(const Tensor& targets, int64_t vocabulary, const OptionalTenso
   const Arrays arrays("compact_rows", "targets", targets);
   CompactArgs args{};
   args.rows = targets.numel();
+  if (args.rows >= (int64_t{1} << 31)) fail(arrays.op, ": there are ", args.rows, " targets; give less than 2^31 a call.");
   args.vocabulary = vocabulary;
   args.targets_are_64_bit = arrays.ids("targets", targets, args.rows, args.targets);
   args.first = arrays.floats("first", first, args.rows);
   args.second = arrays.floats("second", second, args.rows);
   args.wanted = arrays.longs("wanted", wanted, args.rows);
   args.others = arrays.longs("others", others, args.rows);
-  args.counts = arrays.longs("counts", counts, 2);
+  args.counts = arrays.longs("counts", counts, 1);
   arrays.launch(fastgrpo_compact, &args);
 }
 
@@ -467,7 +468,7 @@ void grpo_rows(const Tensor& segments, const Tensor& targets, int64_t vocabulary
   args.phi = arrays.floats("phi", phi, rows);
   args.entropy_weights = arrays.floats("entropy_weights", entropy_weights, rows);
   args.phi_of_sequence = arrays.floats("phi_of_sequence", phi_of_sequence, args.sequences);
-  args.sizes = arrays.longs("sizes", sizes, 4);
+  args.sizes = arrays.longs("sizes", sizes, 5);
   if (args.multiplier != nullptr && args.sampler_ratio == nullptr) fail("grpo_rows: multiplier is wanted without sampler_ratio.");
   if (args.phi_of_sequence != nullptr && args.advantages_per_row) fail("grpo_rows: phi_of_sequence needs advantages a sequence.");
   arrays.launch(fastgrpo_grpo_rows, &args);

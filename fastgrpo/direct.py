@@ -25,7 +25,14 @@ def with_autograd(op: Any, setup_context: Callable[..., None], backward: Callabl
     """
     op.register_autograd(backward, setup_context=setup_context)
     body = _body(op)
-    methods = {"forward": body, "setup_context": setup_context, "backward": backward}
+
+    # Not a `setup_context` of its own: with one, torch looks up and binds the signature in every call.
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        results = body(*arguments)
+        setup_context(ctx, arguments, results)
+        return results
+
+    methods = {"forward": forward, "backward": backward}
     function = type(body.__name__, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
 
     def run(*arguments: Any) -> Any:

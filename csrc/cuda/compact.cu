@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) compact(const __grid_constant__ Comp
     wanted_before += total % (1 << kShift);
     others_before += total >> kShift;
   }
-  if (threadIdx.x == 0) args.counts[0] = wanted_before, args.counts[1] = others_before;
+  if (threadIdx.x == 0) *args.counts = wanted_before | others_before << 32;
 }
 
 }  // namespace

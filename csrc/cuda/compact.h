@@ -9,10 +9,10 @@ namespace fastgrpo {
 struct CompactArgs {
   const void* targets;  // [rows]
   bool targets_are_64_bit;
-  std::int64_t rows, vocabulary;
+  std::int64_t rows, vocabulary;    // rows below 2^31
   const float *first, *second;      // [rows] or null: a row is wanted where one of them is not 0; without both, every row is
   std::int64_t *wanted, *others;    // [rows] each; others or null
-  std::int64_t* counts;             // [2]: of wanted, of others
+  std::int64_t* counts;             // [1]: of wanted in the lower half, of others in the upper: one number to copy
 };
 
 }  // namespace fastgrpo

@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(kThreads) grpo_rows(const __grid_constant__ Gr
     if (threadIdx.x == 0) {
       args.sizes[0] = segments[0], args.sizes[1] = segments[args.sequences];
       args.sizes[2] = shortest, args.sizes[3] = longest;
+      args.sizes[4] = segments[0] == 0 && segments[args.sequences] == args.rows && shortest >= 0;
     }
   }
 }

@@ -39,7 +39,7 @@ struct GrpoRowsArgs {
   // Written. [rows]; multiplier, phi and entropy_weights or null, phi_of_sequence [sequences] or null.
   std::int64_t* counted_targets;  // the target, or -1 for a row that counts for nothing
   float *row_advantages, *weights, *multiplier, *phi, *entropy_weights, *phi_of_sequence;
-  std::int64_t* sizes;  // [4]: first and last of segments, shortest and longest sequence
+  std::int64_t* sizes;  // [5]: first and last of segments, shortest and longest sequence; 1 where they cover the rows in order
 };
 
 // Columns of the sums, in the order of fastgrpo/row_local.py.

@@ -92,14 +92,14 @@ def gradient_buffer(operands: CudaOperands, rows: int) -> Tensor | None:
 def computed_rows(
     targets: Tensor, vocabulary: int, first: Tensor | None, second: Tensor | None, partition: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.computed_rows`; the two counts are the only host sync of a call."""
+    """As `reference.computed_rows`; the counts are the only host sync of a call."""
     targets = targets.contiguous()
     wanted = torch.empty_like(targets, dtype=torch.int64)
     others = torch.empty_like(wanted) if partition else None
-    counts = wanted.new_empty(2)
+    counts = wanted.new_empty(1)
     factors = (None if x is None else x.float().contiguous() for x in (first, second))
     torch.ops.fastgrpo.compact_rows(targets, vocabulary, *factors, wanted, others, counts)
-    count, other_count = counts.tolist()
+    other_count, count = divmod(counts.item(), 1 << 32)
     return wanted[:count], None if others is None else others[:other_count]
 
 

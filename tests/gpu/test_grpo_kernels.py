@@ -205,7 +205,7 @@ def test_the_loss_syncs_twice():
 
 
 def test_bad_arguments_say_what_was_given():
-    targets, counts = torch.zeros(4, dtype=torch.long, device="cuda"), torch.zeros(2, dtype=torch.long, device="cuda")
+    targets, counts = torch.zeros(4, dtype=torch.long, device="cuda"), torch.zeros(1, dtype=torch.long, device="cuda")
     with pytest.raises(RuntimeError, match=r"compact_rows: first is torch\.float64.*torch\.float32 with 4"):
         torch.ops.fastgrpo.compact_rows(targets, 9, torch.zeros(4, device="cuda").double(), None, targets, None, counts)
     with pytest.raises(RuntimeError, match="compact_rows: targets is not on a CUDA device"):

@@ -137,7 +137,7 @@ def test_pack_and_unpack_equal_the_cpu_s(share):
     weights = torch.randn(6, 40)
     grads = []
     for packed, device in ((wanted, "cpu"), (found, "cuda")):
-        leaf = values.to(device).requires_grad_()
+        leaf = values.clone().to(device).requires_grad_()
         spread = unpack(leaf, packed, fill=-1.0)
         (spread * weights.to(device)).sum().backward()
         grads.append((spread.detach().cpu(), leaf.grad.cpu(), packed.take(spread.detach()).cpu()))
