@@ -43,7 +43,7 @@ def why_reference(device_type: str, compute_dtype: torch.dtype, trains: bool) ->
 
 def pack_reason(device_type: str) -> str:
     """Why torch ops move tokens on this kind of device; empty where the library's kernels do."""
-    return _why_no_library() if device_type == "cuda" else f"there are no kernels for {device_type}"
+    return why_no_library() if device_type == "cuda" else f"there are no kernels for {device_type}"
 
 
 @torch.compiler.assume_constant_result
