@@ -17,9 +17,10 @@ from fastgrpo.kernels.reference import Operands, RowPass, RowStatistics, TokenOb
 from fastgrpo.kernels.sums import grpo_sums
 
 _ALIGNMENT = 64
-# A product that adds to the [V, H] fp32 gradient of the weight reads and writes all of it: give it this many chunks. Their
-# gradients take twice the bytes of the chunk of logits.
-_CHUNKS_A_BATCH = 4
+# A product that adds to the [V, H] fp32 gradient of the weight reads and writes all of it: give it this many rows, as far as
+# that takes no more chunks than these. A chunk's gradients take half the bytes of its logits.
+_ROWS_A_BATCH = 4096
+_MOST_CHUNKS_A_BATCH = 8
 # Float16 holds small probabilities only after a factor; |d logprob| <= 1 and |d entropy| < 16 leave room for this one.
 _FLOAT16_SCALE = 2048.0
 # Blocks that sum a loss whose sequences do not matter.
@@ -58,7 +59,8 @@ def prepare(
     vocabulary = weight.shape[0]
     pitch = -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
     chunk_rows = max(1, min(chunk_rows, rows))
-    batch_rows = max(1, min(_CHUNKS_A_BATCH * chunk_rows, rows)) if collect else chunk_rows
+    chunks = min(-(-_ROWS_A_BATCH // chunk_rows), _MOST_CHUNKS_A_BATCH) if collect else 1
+    batch_rows = max(1, min(chunks * chunk_rows, rows))
     gradients = None
     if batch_rows > chunk_rows:
         gradients = weight.new_empty(batch_rows, pitch, dtype=compute_dtype)

@@ -507,6 +507,10 @@ def test_ops_pass_opcheck():
     grad = poisoned(4, 100, BF16)
     values = [torch.rand(4, device="cuda") for _ in range(2)]
     segments = torch.tensor([0, 2, 4], device="cuda")
+
+    def half(*shape):
+        return torch.rand(shape, device="cuda").bfloat16()
+
     head = (logits, targets, None, 1.0, 1.0, None, *out)
     arguments = {
         "row_pass": (*head, grad, None, 1.0),
@@ -519,6 +523,9 @@ def test_ops_pass_opcheck():
             values[0], torch.rand(4, 8, device="cuda"), None, None, targets, 100,
             torch.empty(4, 8, device="cuda", dtype=BF16),
         ),
+        "merge_attention": (half(4, 2, 8), torch.rand(8, device="cuda"), half(4, 2, 8), torch.rand(8, device="cuda"),
+                            torch.ones(4, device="cuda").bool(), torch.rand(8, device="cuda")),
+        "rotary": (half(4, 2, 16), half(4, 1, 16), half(4, 16), half(4, 16), half(4, 2, 16), half(4, 1, 16), False),
         "compact_rows": (targets, 100, values[0], None, *(torch.empty_like(targets) for _ in range(2)), targets.new_empty(1)),
         "grpo_rows": (
             segments, targets, 100, None, values[0], None, 2, 1.0, 1.0, None, 0.0, 0.0, 2.0, 3.0, 3.0, 2.0,
@@ -536,7 +543,7 @@ def test_ops_pass_opcheck():
             torch.rand(4, 8, device="cuda"), torch.arange(4, device="cuda"), segments, torch.empty(2, 8, device="cuda"),
         ),
     }  # fmt: skip
-    assert set(arguments) == set(OPS) - {"merge_attention", "rotary"}, "test_layers_cuda.py has those"
+    assert set(arguments) == set(OPS)
     for name, values in arguments.items():
         torch.library.opcheck(getattr(torch.ops.fastgrpo, name).default, values)
 
