@@ -82,7 +82,7 @@ def linear_logprob_op(
             for slope, grad in zip(slopes, (result.logprob_grad, result.entropy_grad), strict=True):
                 if grad is not None:
                     part = _part(slope, index)
-                    _put(slope, index, kernels.back_project(grad, operands, out=part), part)
+                    _put(slope, index, kernels.back_project(grad, operands, part), part)
     return statistics.logprobs, statistics.entropy, statistics.lse, *slopes
 
 
@@ -548,7 +548,7 @@ class _HeadGradients:
         need_hidden, need_weight, need_bias = self.needs
         if need_hidden:
             part = _part(self.grad_hidden, index) if self.grad_hidden.dtype == self.operands.accumulate else None
-            grad_hidden = kernels.back_project(grad, self.operands, out=part)
+            grad_hidden = kernels.back_project(grad, self.operands, part)
             _put(self.grad_hidden, index, grad_hidden.to(self.grad_hidden.dtype), part)
         if need_weight:
             self.grad_weight = kernels.add_weight_grad(self.grad_weight, grad, self.hidden[index], self.operands)
