@@ -112,7 +112,7 @@ def _rollouts(handle: Patch) -> str:
 def rollout_path(trainer: GRPOTrainer) -> str:
     """Who generates the completions, in words."""
     if getattr(trainer, "rollout_func", None) is not None:
-        return "rollout_func of this script"
+        return getattr(trainer.rollout_func, "rollout_path", "rollout_func of this script")
     if trainer.use_vllm:
         return f"vLLM, {trainer.vllm_mode}"
     names = ("use_transformers_continuous_batching", "use_transformers_paged")
