@@ -219,6 +219,7 @@ def _differences(config: GRPOConfig, model: Any, has_adapter: bool) -> list[str]
     lines = [config._fastgrpo_precision_note] if config._fastgrpo_precision_note else []
     instead_of = config._fastgrpo_instead_of
     config._fastgrpo_instead_of, config._fastgrpo_precision_note = {}, ""
+    changed = False
     for name, stock in instead_of.items():
         value = getattr(config, name)
         if name == "beta" and value and not can_have_reference(model, has_adapter):
@@ -227,8 +228,9 @@ def _differences(config: GRPOConfig, model: Any, has_adapter: bool) -> list[str]
                 f"beta stays {stock:g}: this model came from no folder or hub that a reference could be loaded from"
             )
         elif value != stock:
+            changed = True
             lines.append(f"{name}={value:g} instead of TRL's {stock:g}: {price_of(name, config, model, has_adapter)}")
-    if instead_of:
+    if changed:
         lines.append("to keep TRL's: GRPOConfig(fastgrpo_tuned_defaults=False), or give the field a value")
     return lines
 

@@ -8,6 +8,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -147,6 +148,8 @@ def _places(
             (label, value, name, _replacement(held, by)) for label, name, held in members if _replacement(held, by)
         ]
         return found + [inner for label, _, held in members for inner in _in_defaults(label, held, by)], []
+    if kind is partial:
+        return [], [place] if _replacement(value.func, by) else []
     if kind in (list, tuple, set, frozenset, dict) and len(value) <= _LARGEST_REGISTRY:
         held = list(value.values() if kind is dict else value)
         return [], [place] if any(_replacement(one, by) for one in held) else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import dataclasses
+import functools
 import inspect
 import pickle
 import sys
@@ -88,9 +89,12 @@ def test_modules_that_cannot_be_changed_are_named():
     frozen, registry = Frozen("frozen_module"), types.ModuleType("module_with_registry")
     frozen.__dict__["GRPOTrainer"] = STOCK.trainer
     registry.GRPOTrainer, registry.TRAINERS = STOCK.trainer, {"grpo": STOCK.trainer}
+    registry.make = functools.partial(STOCK.trainer, reward_funcs=tiny.many_letters)
     sys.modules |= {"frozen_module": frozen, "module_with_registry": registry}
     try:
-        with pytest.warns(UserWarning, match=r"frozen_module\.GRPOTrainer, module_with_registry\.TRAINERS"):
+        with pytest.warns(
+            UserWarning, match=r"frozen_module\.GRPOTrainer, module_with_registry\.TRAINERS, module_with_registry\.make"
+        ):
             fastgrpo.patch_trl()
         assert frozen.GRPOTrainer is STOCK.trainer and registry.GRPOTrainer is trl.GRPOTrainer
     finally:
