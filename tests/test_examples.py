@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import fastgrpo
+import fastgrpo.trl.patch as patches
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = ["--tiny", "--max_steps", "2", "--report_to", "none"]
@@ -28,6 +29,8 @@ def example(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "fastgrpo.auto", raising=False)
     yield lambda name: SimpleNamespace(**runpy.run_path(str(EXAMPLES / name)))
     fastgrpo.unpatch_trl()
+    for handle in list(patches._active):
+        handle.unpatch()
 
 
 def steps(trainer: Any) -> list[dict[str, float]]:
