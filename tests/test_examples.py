@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import fastgrpo
-import fastgrpo.trl.patch as patches
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = ["--tiny", "--max_steps", "2", "--report_to", "none"]
@@ -29,7 +28,7 @@ def example(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "fastgrpo.auto", raising=False)
     yield lambda name: SimpleNamespace(**runpy.run_path(str(EXAMPLES / name)))
     fastgrpo.unpatch_trl()
-    for handle in list(patches._active):
+    for handle in list(sys.modules["fastgrpo.trl.patch"]._active):
         handle.unpatch()
 
 
