@@ -34,7 +34,7 @@ class Workload:
 
     Args:
         name: as printed.
-        hidden, layers, heads, kv_heads, intermediate, vocabulary: of a model with tied embeddings.
+        hidden, layers, heads, kv_heads, intermediate, vocabulary: of a model.
         prompts, completions: distinct prompts, and completions for each of them.
         micro_batch: sequences in a forward; the others follow in further accumulation steps.
         prompt_tokens: shortest and longest prompt.
@@ -42,6 +42,8 @@ class Workload:
         completion_max: longest completion (`max_completion_length`).
         family: `"llama"` or `"qwen3"`.
         shared: the completions of a prompt have it in common; False = every row has an own prompt of that length.
+        tied: embeddings and output head are one matrix.
+        options: of the patch.
         cases: what is measured: (`"lora"` or `"full"`, with gradient checkpointing).
         reference: whether gradients are also compared with those of an unpatched float32 run, where the precision is another
             and memory is not short: with gradient checkpointing.
@@ -63,6 +65,8 @@ class Workload:
     completion_max: int
     family: str = "llama"
     shared: bool = True
+    tied: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
     cases: tuple[tuple[str, bool], ...] = (("lora", False), ("lora", True), ("full", False), ("full", True))
     reference: bool = False
 
@@ -77,7 +81,7 @@ class Workload:
             head_dim=128 if self.family == "qwen3" else None,
             intermediate_size=self.intermediate,
             vocab_size=self.vocabulary,
-            tie_word_embeddings=True,
+            tie_word_embeddings=self.tied,
             max_position_embeddings=max(8192, self.prompt_tokens[1] + self.completion_max),
             initializer_range=0.04,
             pad_token_id=0,
@@ -140,6 +144,31 @@ QWEN3_EQUAL = replace(
     cases=_LORA,
     reference=False,
 )
+# Stock TRL needs 109 GB with eight sequences in a micro-batch, and 27 GB with one.
+LLAMA_LONG = Workload(
+    "Llama-3.1-8B, 20480 tokens",
+    hidden=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    intermediate=14336,
+    vocabulary=128256,
+    prompts=1,
+    completions=8,
+    micro_batch=8,
+    prompt_tokens=(480, 480),
+    completion_median=20_000,
+    completion_spread=0.0,
+    completion_max=20_000,
+    tied=False,
+    cases=_LORA,
+    options=(("mini_batch_size", 1), ("offload_activations", True)),
+)
+LLAMA_RECOMPUTED = replace(
+    LLAMA_LONG, name="Llama-3.1-8B, 20480 tokens, mini-batches recomputed", options=(("mini_batch_size", 1),)
+)
+# Minutes each, so only when they are asked for.
+LONG = (LLAMA_LONG, LLAMA_RECOMPUTED)
 WORKLOADS = {"cpu": (SMOLLM2,), "cuda": (QWEN3_512, QWEN3_2048, QWEN3_EQUAL, QWEN3_BY_4, QWEN3_BY_2)}
 QUICK = Workload(
     "quick",
@@ -203,7 +232,7 @@ def run(
     warnings.filterwarnings("ignore", category=FutureWarning)
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
-    workloads = (QUICK,) if quick else WORKLOADS.get(device.type, (SMOLLM2,))
+    workloads = (QUICK,) if quick else WORKLOADS.get(device.type, (SMOLLM2,)) + (LONG if only else ())
     shapes = []
     for workload in workloads:
         if only is not None and not any(text in workload.name for text in only):
@@ -360,6 +389,7 @@ def one_update(trainer: trl.GRPOTrainer) -> float:
     """
     trainer.model.zero_grad(set_to_none=True)
     trainer._step, trainer._buffered_inputs = 0, None
+    trainer.state.global_step += 1  # as every optimizer step does
     torch.manual_seed(0)  # TRL shuffles the batch
     steps = range(trainer.current_gradient_accumulation_steps)
     return sum(float(trainer.training_step(trainer.model, {}, None)) for _ in steps)
@@ -406,7 +436,7 @@ def _measure(
             for name in (STOCK, PATCHED)
         }
         started = time.perf_counter()
-        fastgrpo.patch(trainers[PATCHED])
+        fastgrpo.patch(trainers[PATCHED], fastgrpo.Options(**dict(workload.options)))
         patch_seconds = time.perf_counter() - started
         runs: dict[str, Callable[[], float]] = {
             name: lambda trainer=trainer: one_update(trainer) for name, trainer in trainers.items()

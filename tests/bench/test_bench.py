@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastgrpo
 from bench import head, update
 from bench.__main__ import main
 from bench.measure import MIB, extra_peak_bytes, interleave
@@ -204,6 +206,21 @@ def test_the_old_pass_is_one_more_scoring(old_pass: bool, calls: int, tmp_path: 
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: seen.append(args) or score(*args, **kwargs)
     update.one_update(trainer)
     assert len(seen) == calls
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_every_update_is_an_optimizer_step_in_which_groups_come_together(tmp_path: Path) -> None:
+    workload = dataclasses.replace(update.QUICK, completions=4, micro_batch=4)
+    batch = update.synthetic_batch(workload, CPU)
+    trainer = update.build_trainer(workload, batch, CPU, "float32", "lora", False, False, str(tmp_path))
+    seen: list[int] = []
+    count = lambda module, args, kwargs: seen.append(kwargs["input_ids"].numel())  # noqa: E731
+    with fastgrpo.patch(trainer):
+        trainer.model.register_forward_pre_hook(count, with_kwargs=True)
+        for _ in range(2):
+            update.one_update(trainer)
+    prompts = int(batch["prompt_mask"][:: workload.completions].sum())
+    assert sum(seen) == 2 * (prompts + int(batch["completion_mask"].sum()))
 
 
 def test_synthetic_batch_is_padded_as_trl_pads() -> None:

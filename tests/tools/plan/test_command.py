@@ -71,7 +71,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_failure_after_the_table(tmp_path, c
     [
         (["plan"], "give either MODEL or --numbers"),
         (["plan", "x", "--numbers", NUMBERS], "give either MODEL or --numbers"),
-        (["plan", "/nowhere"], "/nowhere is no model that transformers can describe"),
+        (["plan", "/nowhere"], "there is no /nowhere. Give a local folder"),
         (["plan", "--numbers", "hidden=64"], "is missing"),
         ([*PLAN, "--picture", "plan.gif"], "ends neither in .png nor in .svg"),
         ([*PLAN, "--micro-batch", "0"], "--micro-batch: 0 is too small"),
