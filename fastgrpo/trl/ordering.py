@@ -227,7 +227,7 @@ def _joined(values: list[Any]) -> Any:
 
 @contextmanager
 def unseen(trainer: GRPOTrainer) -> Iterator[None]:
-    """While this is open, a trainer's training metrics go nowhere, and nothing is reduced over processes for them."""
+    """While this is open, a trainer's training metrics go nowhere and mean nothing, and no process waits for another."""
     accelerator, metrics = trainer.accelerator, trainer._metrics["train"]
     trainer.accelerator, trainer._metrics["train"] = _Alone(accelerator), defaultdict(list)
     try:
@@ -237,7 +237,7 @@ def unseen(trainer: GRPOTrainer) -> Iterator[None]:
 
 
 class _Alone:
-    """An accelerator that has this process only."""
+    """An accelerator that asks no other process, and answers zeros on the CPU, for which nobody waits for the device."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -246,9 +246,9 @@ class _Alone:
         return getattr(self._accelerator, name)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        return tensor
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
     gather_for_metrics = gather
 
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
-        return tensor
+        return self.gather(tensor)
