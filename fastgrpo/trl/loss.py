@@ -116,7 +116,12 @@ class LossMethod(Standing):
             return getattr(type(self.trainer), LOSS_METHOD)(self.trainer, model, inputs)
         if self.trainer.model.training:
             self.old.window.begin()
-        exchange = self.order.find(inputs) if self.order is not None and torch.is_grad_enabled() else None
+        if self.order is None or not torch.is_grad_enabled():
+            return self._loss(model, inputs)[0]
+        for micro_batch in self.order.broken_off(inputs):
+            with torch.no_grad():
+                self._loss(model, micro_batch)
+        exchange = self.order.find(inputs)
         if exchange is None:
             return self._loss(model, inputs)[0]
         with unseen(self.trainer):
@@ -125,6 +130,12 @@ class LossMethod(Standing):
             with torch.no_grad():
                 self._loss(model, micro_batch, given)
         return loss
+
+    def settle(self) -> None:
+        """In the middle of a step whose rows are in another order, TRL goes on with that order."""
+        for micro_batch, given in [] if self.order is None else self.order.settle():
+            with torch.no_grad():
+                self._loss(self.trainer.model, micro_batch, given)
 
     def _loss(
         self,

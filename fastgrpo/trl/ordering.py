@@ -75,23 +75,54 @@ class RowOrder:
         self._exchange: Exchange | None = None
         self._said = False
 
+    def broken_off(self, inputs: MicroBatch) -> list[MicroBatch]:
+        """
+        TRL's micro-batches of a step that was broken off before all its rows were scored, and whose metrics are missing.
+
+        Args:
+            inputs: the micro-batch that has begun since.
+        """
+        exchange = self._exchange
+        if exchange is None or not exchange.is_under_way or self._continues(exchange, inputs):
+            return []
+        self._exchange = None
+        return exchange.stock[: len(exchange.scores)]
+
     def find(self, inputs: MicroBatch) -> Exchange | None:
         """What takes the place of a micro-batch that has begun; None = nothing, its rows are in place."""
-        trainer = self.trainer
-        buffer, place = trainer._buffered_inputs, trainer._step % trainer.args.steps_per_generation
+        buffer, place = self.trainer._buffered_inputs, self._place
         if not isinstance(buffer, list) or place >= len(buffer) or buffer[place] is not inputs:
             return None
-        if self._exchange is None or not self._exchange.continues(buffer, place, trainer.state):
-            count = min(self.window.left() + 1, len(buffer) - place)
-            self._exchange = self._plan(buffer, place, count)
+        if self._exchange is None or not self._continues(self._exchange, inputs):
+            self._exchange = self._plan(buffer, place, min(self.window.left() + 1, len(buffer) - place))
         self._exchange.begun += 1
         return self._exchange if self._exchange.made else None
 
-    def settle(self) -> None:
-        """In the middle of a step, TRL gets the rows that the patch would have taken."""
+    def settle(self) -> list[tuple[MicroBatch, tuple[Tensor, Tensor]]]:
+        """
+        In the middle of a step, TRL gets the rows that the patch would have taken.
+
+        Returns:
+            What was computed of the step, and its log-probs and entropies: their metrics are missing.
+        """
         exchange, self._exchange = self._exchange, None
-        if exchange is not None and 0 < len(exchange.scores) < len(exchange.made):
-            exchange.buffer[exchange.first : exchange.first + len(exchange.made)] = exchange.made
+        if exchange is None or not exchange.is_under_way:
+            return []
+        exchange.buffer[exchange.first : exchange.first + len(exchange.made)] = exchange.made
+        return list(zip(exchange.made, exchange.scores, strict=False))
+
+    @property
+    def _place(self) -> int:
+        return self.trainer._step % self.trainer.args.steps_per_generation
+
+    def _continues(self, exchange: Exchange, inputs: MicroBatch) -> bool:
+        """Whether a micro-batch is the next one of these."""
+        expected = exchange.stock[exchange.begun] if exchange.begun < len(exchange.stock) else None
+        return (
+            expected is inputs
+            and exchange.state is self.trainer.state
+            and self._place == exchange.first + exchange.begun
+        )
 
     def _plan(self, buffer: list[MicroBatch], first: int, count: int) -> Exchange:
         stock = buffer[first : first + count]
@@ -148,10 +179,10 @@ class Exchange:
         self.begun = 0
         self.scores: list[tuple[Tensor, Tensor]] = []
 
-    def continues(self, buffer: list[MicroBatch], place: int, state: Any) -> bool:
-        """Whether a micro-batch is the next of these."""
-        next_one = self.begun < len(self.stock) and place == self.first + self.begun
-        return next_one and self.buffer is buffer and self.state is state
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some of the micro-batches were scored, and not all."""
+        return 0 < len(self.scores) < len(self.made)
 
     @property
     def micro_batch(self) -> MicroBatch:

@@ -89,14 +89,14 @@ class Patch:
     replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list, repr=False)
     """(owner, attribute, what stands there now, what stood there or None), in the order of replacement."""
     old: OldLogProbs | None = field(default=None, repr=False)
-    order: RowOrder | None = field(default=None, repr=False)
+    loss: LossMethod | None = field(default=None, repr=False)
 
     def unpatch(self) -> None:
         """Restores the trainer. A second call does nothing. Something put over the patch since then is left, with a warning."""
         if not self.active:
             return
-        if self.order is not None:
-            self.order.settle()
+        if self.loss is not None:
+            self.loss.settle()
         if self.old is not None:
             self.old.settle(getattr(self.trainer, SCORING_METHOD))
         self.active = False
@@ -295,9 +295,9 @@ def _replace_methods(handle: Patch, method: ScoringMethod) -> None:
     if overrides(trainer, LOSS_METHOD):
         return
     old = OldLogProbs(trainer, method)
-    handle.order = None if handle.in_place_because else RowOrder(trainer, old.window)
-    loss = LossMethod(trainer, method, old, handle.options.skip_zero_advantage, handle.order)
-    _replace(handle, trainer, LOSS_METHOD, loss)
+    order = None if handle.in_place_because else RowOrder(trainer, old.window)
+    handle.loss = LossMethod(trainer, method, old, handle.options.skip_zero_advantage, order)
+    _replace(handle, trainer, LOSS_METHOD, handle.loss)
     if not handle.old_pass_because:
         method.old = handle.old = old
         _replace(handle, trainer, GENERATE_METHOD, Around(trainer, GENERATE_METHOD, old.generate))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny import tiny_trainer
 from transformers import TrainerCallback
 from trl import GRPOTrainer
-from twins import assert_same_parameters, assert_twins, trained_parameters
+from twins import assert_same_metrics, assert_same_parameters, assert_twins, trained_parameters
 
 import fastgrpo
 from fastgrpo.trl.ordering import together
@@ -141,6 +141,11 @@ def test_unpatched_in_the_middle_of_a_step_it_still_has_every_row_once(settings,
     assert "_compute_loss" not in ours.__dict__
     assert steps(batches) == steps(as_trl)
     assert_same_parameters(stock, ours, before)
+    assert_same_metrics(*([line for line in t.state.log_history if line.get("step") != 2] for t in (stock, ours)))
+    # Means over the micro-batches that there were.
+    theirs, mine = (t.state.log_history[1] for t in (stock, ours))
+    assert mine["entropy"] == pytest.approx(theirs["entropy"], rel=0.1)
+    assert mine.keys() == theirs.keys()
 
 
 class Interrupts(TrainerCallback):
@@ -151,8 +156,8 @@ class Interrupts(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_after_an_interruption_it_goes_on_as_stock_does(tmp_path, monkeypatch):
-    parameters = []
+def test_after_an_interruption_it_goes_on_as_stock_does(tmp_path):
+    results = []
     for options in (None, {}):
         trainer = tiny_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=4)
         if options is not None:
@@ -164,8 +169,8 @@ def test_after_an_interruption_it_goes_on_as_stock_does(tmp_path, monkeypatch):
         trainer.remove_callback(interrupt)
         before = trained_parameters(trainer)
         trainer.train()
-        parameters.append((trainer, before))
-    assert_same_parameters(parameters[0][0], parameters[1][0], parameters[0][1])
+        results.append(trainer)
+    assert_twins(*results, before)
 
 
 class Carries(GRPOTrainer):
@@ -206,7 +211,7 @@ class OwnStep(GRPOTrainer):
 )
 def test_where_a_loss_or_nothing_depends_on_it_rows_stay(settings, options, reason, tmp_path):
     with fastgrpo.patch(tiny_trainer(tmp_path, **settings), fastgrpo.Options(**options)) as handle:
-        assert handle.order is None
+        assert handle.loss.order is None
         note = fastgrpo.backends()["order of rows"]
         assert note.implementation == "as TRL shuffles them" and note.reason.startswith(reason)
 
