@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 import fastgrpo
-from fastgrpo.runlog import read_run_log
+from fastgrpo.runlog import RunRecord, read_run_log
 from fastgrpo.tools.demo.quiet import quiet_libraries
 from fastgrpo.tools.doctor.case import Case, Line
 from fastgrpo.tools.doctor.trainer import build_trainer
@@ -35,7 +35,7 @@ def check_smoke(case: Case) -> Iterator[Line]:
         try:
             trainer = build_trainer(case, Path(folder), rows=PROMPTS, own_settings=True, **_SMOKE)
             log = Path(folder) / "smoke.jsonl"
-            with fastgrpo.patch(trainer, fastgrpo.Options(run_log=log)):
+            with fastgrpo.patch(trainer, fastgrpo.Options(run_log=log, on_stale="ignore")):
                 trainer.train()
         except Exception as error:  # anything may break in somebody's model, reward or engine
             text = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -50,8 +50,7 @@ def check_smoke(case: Case) -> Iterator[Line]:
         "ok",
         f"{summary.steps} steps of {ROLLOUTS} rollouts on {summary.rollout_path}: {seconds:.2f} s per step{phase}",
     )
-    if trainer.use_vllm:
-        yield _engine_line(trainer)
+    yield _policy_line(record)
     yield _wall_clock(case, seconds)
     yield _memory(summary)
     if all(not line["reward_std"] for line in record.steps):
@@ -63,13 +62,17 @@ def check_smoke(case: Case) -> Iterator[Line]:
         )
 
 
-def _engine_line(trainer: GRPOTrainer) -> Line:
-    """Whether the engine has the weights of the last steps."""
-    version = trainer._last_loaded_step
-    if version < STEPS - 1:
-        text = f"after {STEPS} steps the engine still has the weights of step {version}"
-        return Line(_LAYER, "wrong", text, "its weights are not updated: completions come from an old policy")
-    return Line(_LAYER, "ok", f"the engine started, and had the weights of step {version} at the last one")
+def _policy_line(record: RunRecord) -> Line:
+    """Whether the sampler had the weights of every step."""
+    last = record.steps[-1]
+    if any(line["stale"] for line in record.steps):
+        text = f"after {STEPS} steps completions still came from the weights of step {last['policy_version']}"
+        return Line(_LAYER, "wrong", text, "the sampler's weights are not updated: completions come from an old policy")
+    if last["policy_version"] is None:
+        text = "nobody knows which weights sampled the completions"
+        return Line(_LAYER, "hint", text, "docs/rollouts.md says how a sampler of one's own can tell")
+    text = f"every batch came from the weights of its step; the last one from those of step {last['policy_version']}"
+    return Line(_LAYER, "ok", text)
 
 
 def _wall_clock(case: Case, seconds: float) -> Line:

@@ -10,7 +10,7 @@ import pytest
 from fastgrpo.tools import cli
 from fastgrpo.tools.demo.toy import toy_model, toy_tokenizer
 from fastgrpo.tools.doctor.case import Case
-from fastgrpo.tools.doctor.smoke import _engine_line, _memory, check_smoke
+from fastgrpo.tools.doctor.smoke import _memory, _policy_line, check_smoke
 
 SHORT = {"max_completion_length": 4, "learning_rate": 1e-4}
 
@@ -38,9 +38,10 @@ def test_seconds_per_step_times_steps_is_the_wall_clock(toy, tmp_path, capsys):
     lines = [line for line in json.loads(capsys.readouterr().out)["lines"] if line["layer"] == "smoke"]
     assert lines[0]["text"].startswith("10 steps of 4 rollouts on transformers generate")
     assert "s per step; " in lines[0]["text"]
-    assert lines[1]["text"].startswith("wall clock: 400 steps x ")
-    assert "with the 8 of the configuration at most" in lines[1]["text"]
-    assert lines[2]["text"].startswith("peak memory")
+    assert lines[1]["text"] == "every batch came from the weights of its step; the last one from those of step 9"
+    assert lines[2]["text"].startswith("wall clock: 400 steps x ")
+    assert "with the 8 of the configuration at most" in lines[2]["text"]
+    assert lines[3]["text"].startswith("peak memory")
 
 
 def test_a_reward_that_breaks_on_real_completions_is_found(tmp_path):
@@ -55,9 +56,14 @@ def test_equal_rewards_in_every_step_are_hinted_at(tmp_path):
     assert lines[-1].status == "hint" and "nothing is learned" in lines[-1].text
 
 
-def test_an_engine_whose_weights_stay_old_is_wrong():
-    assert _engine_line(SimpleNamespace(_last_loaded_step=0)).status == "wrong"
-    assert _engine_line(SimpleNamespace(_last_loaded_step=9)).status == "ok"
+def test_a_sampler_whose_weights_stay_old_is_wrong():
+    def status(*steps: tuple[int | None, bool | None]) -> str:
+        lines = [{"policy_version": version, "stale": stale} for version, stale in steps]
+        return _policy_line(SimpleNamespace(steps=lines)).status
+
+    assert status((0, False), (0, True)) == "wrong"
+    assert status((8, False), (9, False)) == "ok"
+    assert status((None, None), (None, None)) == "hint"
 
 
 def test_the_peak_is_set_against_the_plan_of_the_same_steps():
