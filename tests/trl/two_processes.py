@@ -106,6 +106,8 @@ def main(folder: Path) -> None:
         ]
         assert_same_metrics(stock.state.log_history, patched.state.log_history)
         assert_same_parameters(stock, patched, before)
+        lags = {line.get("rollout/policy_lag") for line in patched.state.log_history if "reward" in line}
+        assert lags == ({None} if "trainer_class" in settings else {0}), lags  # an own sampler is of no known version
         for name, parameter in trained_parameters(patched).items():
             other = parameter.clone()
             dist.broadcast(other, src=0)

@@ -65,6 +65,10 @@ def test_engine_equals_trainer_after_every_step_as_with_stock_trl(model, tmp_pat
         if adapter is not None and kind == "patched":
             assert all(torch.equal(weight, before[name]) for name, weight in base_weights(trainer).items())
         logs[kind] = [entry for entry in trainer.state.log_history if "loss" in entry]
+        if kind == "patched":
+            versions = [(entry["rollout/policy_version"], entry["rollout/policy_lag"]) for entry in logs[kind]]
+            assert versions == [(step, 0) for step in range(10)]
+            assert all(entry["time/sync"] > 0 and entry["time/generation"] > 0 for entry in logs[kind])
     for stock, patched in zip(logs["stock"], logs["patched"], strict=True):
         assert patched["loss"] == pytest.approx(stock["loss"], abs=1e-4), (stock, patched)
         assert patched["reward"] == stock["reward"]
