@@ -84,6 +84,7 @@ def linear_logprob(
     num_chunks: int = -1,
     logit_chunk_multiplier: float | None = None,
     entropy_requires_grad: bool = True,
+    skip_ignored: bool = True,
 ) -> LogProbs:
     """
     Log-probs of `targets` under `softmax(softcap(logit_scale * (hidden @ weight.T + bias)) / temperature)`.
@@ -104,6 +105,8 @@ def linear_logprob(
         logit_chunk_multiplier: multiplies the automatic number of chunks.
         entropy_requires_grad: False returns the entropy without gradient, which with a frozen head saves a third of the
             work where it is only logged.
+        skip_ignored: False where (nearly) all rows count: on CUDA ignored rows are then computed too, with the same result,
+            but with a frozen head the host need not wait for the device to learn which they are.
 
     Returns:
         LogProbs, differentiable in hidden, weight and bias, once and in reverse mode.
@@ -114,9 +117,10 @@ def linear_logprob(
     plan = ChunkPlan(chunk_bytes, num_chunks, logit_chunk_multiplier)
     require_flag("return_entropy", return_entropy)
     require_flag("entropy_requires_grad", entropy_requires_grad)
+    require_flag("skip_ignored", skip_ignored)
     head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
     chunk_rows = _chunk_rows(plan, hidden, head, return_entropy)
-    return _score(hidden, targets.long(), head, chunk_rows, return_entropy, entropy_requires_grad)
+    return _score(hidden, targets.long(), head, chunk_rows, return_entropy, entropy_requires_grad, skip_ignored)
 
 
 def linear_grpo_loss(
@@ -231,6 +235,7 @@ def _score(
     chunk_rows: int,
     return_entropy: bool,
     entropy_requires_grad: bool,
+    skip_ignored: bool = True,
 ) -> LogProbs:
     with_slope = head.need_hidden and not head.trains
     logprobs, entropy, *_ = run_linear_logprob(
@@ -246,6 +251,7 @@ def _score(
         return_entropy,
         with_slope,
         with_slope and return_entropy and entropy_requires_grad,
+        skip_ignored,
     )
     if not return_entropy:
         return LogProbs(logprobs, None)

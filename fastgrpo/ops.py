@@ -7,6 +7,7 @@ tensors, empty where unused. Chunks own whole vocabulary rows. Rows whose target
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -37,6 +38,7 @@ def linear_logprob_op(
     with_entropy: bool,
     with_logprob_slope: bool,
     with_entropy_slope: bool,
+    skip_ignored: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """
     Log-probs, entropies and log-sum-exps of `hidden @ weight.T`, and what `hidden` receives from the first two.
@@ -51,6 +53,8 @@ def linear_logprob_op(
         compute_dtype: dtype of the operands of the products.
         with_entropy: fill `entropy`.
         with_logprob_slope, with_entropy_slope: fill the slopes, for a head that needs no gradient itself.
+        skip_ignored: find the rows that count first, and compute no others; False: kernels compute all rows, and the host
+            waits for nothing.
 
     Returns:
         logprobs `[N]`, entropy `[N]`, lse `[N]`, dlogprob/dhidden `[N, H]`, dentropy/dhidden `[N, H]`, in fp32 (fp64).
@@ -58,17 +62,21 @@ def linear_logprob_op(
     transform = Transform(temperature, logit_scale, softcap)
     dtype = accumulation_dtype(compute_dtype)
     kernels = head_kernels(hidden.device, compute_dtype, trains=False)
-    rows, _ = kernels.computed_rows(targets, weight.shape[0], None, None, partition=False)
-    statistics = _Statistics(hidden, dtype, with_entropy, all_rows=rows.numel() == hidden.shape[0])
+    count = hidden.shape[0]
+    if skip_ignored or not kernels.HANDLES_IGNORED:
+        rows, _ = kernels.computed_rows(targets, weight.shape[0], None, None, partition=False)
+    else:
+        rows = slice(0, count)
+    statistics = _Statistics(hidden, dtype, with_entropy, all_rows=_length(rows) == count)
     slopes = [
         _results(wanted, hidden, hidden.shape, dtype, statistics.all_rows)
         for wanted in (with_logprob_slope, with_entropy_slope)
     ]
-    with torch.autocast(hidden.device.type, enabled=False):
+    with _no_autocast(hidden):
         operands = kernels.prepare(
-            weight, bias, transform, compute_dtype, dtype, chunk_rows, rows.numel(), collect=False
+            weight, bias, transform, compute_dtype, dtype, chunk_rows, _length(rows), collect=False
         )
-        for index in _split(rows, hidden.shape[0], operands.chunk_rows):
+        for index in _split(rows, count, operands.chunk_rows):
             result = kernels.row_pass(
                 kernels.project(hidden[index], operands),
                 targets[index],
@@ -100,6 +108,7 @@ def _(
     with_entropy,
     with_logprob_slope,
     with_entropy_slope,
+    skip_ignored=True,
 ):
     dtype = accumulation_dtype(compute_dtype)
     count, width = hidden.shape
@@ -113,7 +122,7 @@ def _(
 
 
 def _logprob_context(ctx, inputs, output) -> None:
-    hidden, weight, targets, bias, *ctx.head_options, _, ctx.with_logprob_slope, ctx.with_entropy_slope = inputs
+    hidden, weight, targets, bias, *ctx.head_options, _, ctx.with_logprob_slope, ctx.with_entropy_slope, _ = inputs
     logprobs, entropy, lse, logprob_slope, entropy_slope = output
     ctx.set_materialize_grads(False)
     ctx.hidden_dtype, ctx.vocabulary = hidden.dtype, weight.shape[0]
@@ -124,7 +133,7 @@ def _logprob_context(ctx, inputs, output) -> None:
 
 
 def _logprob_backward(ctx, grad_logprobs, grad_entropy, *_):
-    no_options = (None,) * (len(ctx.head_options) + 3)
+    no_options = (None,) * (len(ctx.head_options) + 4)
     if grad_logprobs is None and grad_entropy is None:
         return None, None, None, None, *no_options
     if ctx.with_logprob_slope:
@@ -242,7 +251,7 @@ def linear_logprob_backward_op(
     dtype = accumulation_dtype(compute_dtype)
     kernels = head_kernels(hidden.device, compute_dtype, trains=need_weight or need_bias)
     rows, _ = kernels.computed_rows(targets, weight.shape[0], grad_logprobs, grad_entropy, partition=False)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with _no_autocast(hidden):
         operands = kernels.prepare(
             weight, bias, transform, compute_dtype, dtype, chunk_rows, rows.numel(), collect=need_weight
         )
@@ -387,7 +396,7 @@ def linear_grpo_op(
         coefficients = advantages if objective.beta == 0.0 and entropy_weights is None else None
     rows, others = kernels.computed_rows(targets, weight.shape[0], coefficients, None, partition=True)
     statistics = _Statistics(hidden, dtype, with_entropy, all_rows=rows.numel() + others.numel() == hidden.shape[0])
-    with torch.autocast(hidden.device.type, enabled=False):
+    with _no_autocast(hidden):
         operands = kernels.prepare(
             weight,
             bias,
@@ -571,6 +580,12 @@ def _rounding_kernels(values: Tensor, dtype: torch.dtype) -> ModuleType:
     return head_kernels(values.device, dtype if values.dtype == torch.float32 else values.dtype, trains=False)
 
 
+def _no_autocast(like: Tensor) -> AbstractContextManager:
+    """Autocast off on the device of a tensor; building its context takes a while, so only where it is on."""
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def _zeros_if(wanted: bool, like: Tensor, shape, dtype: torch.dtype) -> Tensor:
     return like.new_zeros(shape if wanted else 0, dtype=dtype)
 
@@ -584,12 +599,13 @@ Rows = Tensor | slice
 """Some rows of a call: their indices, or on CUDA a slice where a call computes all of its rows."""
 
 
-def _split(rows: Tensor, count: int, size: int) -> Iterator[Rows]:
+def _split(rows: Rows, count: int, size: int) -> Iterator[Rows]:
     """`rows`, of `count` in all, `size` at a time."""
-    total = rows.numel()
+    total = _length(rows)
+    are_all = isinstance(rows, slice) or (rows.is_cuda and total == count)
     for start in range(0, total, size):
         part = slice(start, min(start + size, total))
-        yield part if rows.is_cuda and total == count else rows[part]
+        yield part if are_all else rows[part]
 
 
 def _length(rows: Rows) -> int:

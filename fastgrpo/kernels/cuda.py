@@ -17,6 +17,8 @@ from fastgrpo.kernels.reference import Operands, RowPass, RowStatistics, TokenOb
 from fastgrpo.kernels.sums import grpo_sums
 
 _ALIGNMENT = 64
+HANDLES_IGNORED = True
+"""Whether `row_pass` gives zeros for a target outside `[0, V)`."""
 # A product that adds to the [V, H] fp32 gradient of the weight reads and writes all of it: give it this many rows, as far as
 # that takes no more chunks than these. A chunk's gradients take half the bytes of its logits.
 _ROWS_A_BATCH = 4096

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+HANDLES_IGNORED = False
+"""Whether `row_pass` gives zeros for a target outside `[0, V)`."""
 # exp() of this is 0 in float32 and float64, and its product with 0 is 0, which -inf's is not.
 _EXP_IS_ZERO = -1.0e5
 # Rows of a weight that are converted at a time where its dtype is not the one of the products.

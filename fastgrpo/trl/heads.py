@@ -72,6 +72,8 @@ class HeadCall:
             result = fused.score(hidden, weight, targets, bias, **options)
         else:
             differentiable = self.entropy == "differentiable"
+            # Picked rows are scored, all of them.
+            options["skip_ignored"] = self.source is None
             result = linear_logprob(hidden, weight, targets, bias, entropy_requires_grad=differentiable, **options)
         if self.source is None:
             return result

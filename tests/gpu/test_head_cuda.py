@@ -304,6 +304,33 @@ def test_the_only_host_sync_is_the_compaction_of_rows(frozen):
 
 
 @needs_library
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_where_no_row_is_skipped_nothing_waits_and_nothing_changes(with_grad):
+    hidden, weight, targets = make(600, 128, 5003, torch.bfloat16)
+    targets[5], targets[599] = -100, 5003
+    upstream, results, syncs = torch.randn(600, device="cuda"), [], []
+    for skip_ignored in (True, False, False):
+        leaf = hidden.clone().requires_grad_(with_grad)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                out = linear_logprob(
+                    leaf, weight, targets, return_entropy=True, chunk_bytes=1 << 20, skip_ignored=skip_ignored
+                )
+                if with_grad:
+                    out.logprobs.backward(upstream)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        syncs.append(sum("synchroniz" in str(warning.message) for warning in caught))
+        results.append((*out, leaf.grad))
+    assert syncs[1:] == [0, 0] and syncs[0] <= 1
+    for every, some in zip(results[2], results[0], strict=True):
+        assert every is some is None or (every.float() - some.float()).abs().max() <= 1e-5
+    assert results[2][0][5] == 0 == results[2][1][599]
+
+
+@needs_library
 @pytest.mark.parametrize(("frozen", "softcap"), list(itertools.product([True, False], [None, 20.0])))
 def test_compiles_without_a_graph_break(frozen, softcap):
     hidden, weight, targets = make(64, 64, 5003, torch.bfloat16)
