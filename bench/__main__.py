@@ -63,6 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
         from bench import log
 
         run = log.run(device, options.steps, options.quick)
+    elif options.bench == "rollout":
+        from bench import rollout
+
+        run = rollout.run(device, options.part, options.rounds or 5, options.steps, options.quick)
     elif options.bench == "plan":
         from bench import plan
 
@@ -135,6 +139,10 @@ def _parser() -> argparse.ArgumentParser:
     benches.add_parser("long", parents=[common], help="an update of 8 sequences of 20,480 tokens, 8B (CUDA)")
     train = benches.add_parser("train", parents=[common, trained], help="GRPO steps with generation, stock and patched")
     train.add_argument("--steps", type=int, default=4, help="optimizer steps of each run (default: 4)")
+    rollout = benches.add_parser("rollout", parents=[common], help="weights to vLLM and whole steps, stock and patched")
+    parts = ["sync", "steps", "large", "sleep"]
+    rollout.add_argument("--part", nargs="+", default=parts, choices=parts, help="default: all")
+    rollout.add_argument("--steps", type=int, default=3, help="optimizer steps of each run (default: 3)")
     log = benches.add_parser("log", parents=[common], help="what the run log costs of a step of the demo's toy (CPU)")
     log.add_argument("--steps", type=int, default=40, help="optimizer steps (default: 40)")
     plan = benches.add_parser("plan", parents=[common], help="the memory plan against what an update takes (CUDA)")

@@ -26,6 +26,7 @@ _PACKAGES = (
     "trl",
     "peft",
     "accelerate",
+    "vllm",
     "liger-kernel",
     "unsloth_zoo",
     "cut-cross-entropy",

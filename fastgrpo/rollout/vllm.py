@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.metadata import packages_distributions, requires
 from importlib.util import find_spec
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import nn
 
+from fastgrpo.rollout.direct_write import DirectWrite
 from fastgrpo.rollout.weights import largest_rank
 from fastgrpo.versions import installed_version
 
@@ -89,15 +90,23 @@ def has_lora(llm: Any) -> bool:
     return llm.llm_engine.vllm_config.lora_config is not None
 
 
-def write_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+def writer(llm: Any) -> DirectWrite:
     """
-    Writes whole tensors into an engine of this process, in one call; each rank of a tensor parallel group keeps its part.
+    What writes whole tensors into an engine of this process; each rank of a tensor parallel group keeps its part.
 
     Args:
-        llm: a `vllm.LLM` whose executor is in this process, awake.
-        weights: (transformers' name, tensor); parts of a matrix that vLLM fuses (q, k and v) may come alone.
+        llm: a `vllm.LLM` whose executor is in this process; awake when weights are written.
+
+    Returns:
+        A function of (transformers' name, tensor) pairs; parts of a matrix that vLLM fuses (q, k and v) may come alone.
     """
-    engine_model(llm).load_weights(weights)
+    model = engine_model(llm)
+    return DirectWrite(model, model.load_weights)
+
+
+def packs_weights(llm: Any) -> bool:
+    """Whether an engine keeps its weights in another form once they are loaded (vLLM on a CPU does), so that later ones are lost."""
+    return any(parameter.numel() == 0 for parameter in engine_model(llm).parameters())
 
 
 def forget_old_activations(llm: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -88,31 +88,54 @@ def adapter_obstacle(model: nn.Module) -> str:
     return ""
 
 
-def engine_weights(
-    model: nn.Module, rename: Callable[[str], str], everything: bool, merge: bool = True
-) -> Iterator[tuple[str, Tensor]]:
+class EngineWeight(NamedTuple):
+    """A parameter on its way to an engine."""
+
+    name: str
+    """The engine's."""
+    parameter: nn.Parameter
+    lora: LoraLinear | None
+    """The layer whose base it is."""
+
+
+def engine_parameters(model: nn.Module, rename: Callable[[str], str]) -> list[EngineWeight]:
     """
-    Weights for an engine, one at a time, in the order and under the names of `VLLMGeneration._iter_named_params` of TRL.
+    What an engine gets of a model, in the order and under the names of `VLLMGeneration._iter_named_params` of TRL.
 
     Args:
-        model: the model that trains, a `PeftModel` or not; it is only read.
+        model: the model that trains, a `PeftModel` or not.
         rename: the engine's name for a parameter, given transformers' name.
+    """
+    lora = {id(module.get_base_layer().weight): module for _, module in _lora_modules(model)}
+    prefix = getattr(model, "prefix", None)
+    return [
+        EngineWeight(
+            rename(name.removeprefix(_PEFT_PREFIX).replace(".base_layer", "")), parameter, lora.get(id(parameter))
+        )
+        for name, parameter in model.named_parameters()
+        if prefix is None or prefix not in name
+    ]
+
+
+def engine_weights(
+    parameters: list[EngineWeight], everything: bool, merge: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """
+    Weights for an engine, one at a time.
+
+    Args:
+        parameters: see `engine_parameters`; they are only read.
         everything: False = only what training changes: matrices under LoRA, and parameters that require a gradient.
         merge: False = a matrix under LoRA is its base alone.
 
     Yields:
         (name, weight). A matrix under LoRA is W + scaling B A in float32, for the engine to round once to its own dtype.
     """
-    lora = {id(module.get_base_layer().weight): module for _, module in _lora_modules(model)}
-    prefix = getattr(model, "prefix", None)
-    for name, parameter in model.named_parameters():
-        if prefix is not None and prefix in name:
-            continue
-        layer = lora.get(id(parameter)) if merge else None
-        if layer is None and not everything and not parameter.requires_grad:
-            continue
-        weight = parameter.data if layer is None else merged_weight(layer)
-        yield rename(name.removeprefix(_PEFT_PREFIX).replace(".base_layer", "")), weight
+    for name, parameter, lora in parameters:
+        if lora is not None and merge:
+            yield name, merged_weight(lora)
+        elif everything or parameter.requires_grad:
+            yield name, parameter.data
 
 
 @torch.no_grad()

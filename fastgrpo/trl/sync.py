@@ -29,13 +29,16 @@ from fastgrpo.rollout.vllm import (
     forget_old_activations,
     has_lora,
     names_in_lora_engine,
+    packs_weights,
     served_rank,
     version_obstacle,
-    write_weights,
+    writer,
 )
 from fastgrpo.rollout.weights import (
+    EngineWeight,
     adapter_obstacle,
     count_lora_matrices,
+    engine_parameters,
     engine_weights,
     lora_obstacle,
     merge_obstacle,
@@ -110,6 +113,8 @@ class MergedWrite(WeightSync):
             f"{count} LoRA matrices merged out of place, in one write" if count else "the trained weights, in one write"
         )
         self.complete = False
+        self.write = writer(self.generation.llm)
+        self.parameters: list[EngineWeight] = []
 
     def replacements(self) -> list[tuple[Any, str, Any]]:
         return [(self.generation, _SYNC, self)]
@@ -135,8 +140,10 @@ class MergedWrite(WeightSync):
         llm = self.generation.llm
         everything = not self.complete or (self.generation.enable_sleep_mode and self.generation._llm_weights_sleeping)
         self.wake()
+        if not self.complete:
+            self.parameters = engine_parameters(self.generation.model, self.rename)
         self.complete = False
-        write_weights(llm, engine_weights(self.generation.model, self.rename, everything))
+        self.write(engine_weights(self.parameters, everything))
         self.complete = True
         forget_old_activations(llm)
 
@@ -178,10 +185,8 @@ class AdapterInEngine(WeightSync):
         self.wake()
         if not merge_obstacle(self.generation.model) and (slept or not self.base_written):
             inner = names_in_lora_engine(self.generation.llm)
-            base = engine_weights(
-                self.generation.model, lambda name: inner(self.rename(name)), everything=True, merge=False
-            )
-            write_weights(self.generation.llm, base)
+            base = engine_parameters(self.generation.model, lambda name: inner(self.rename(name)))
+            writer(self.generation.llm)(engine_weights(base, everything=True, merge=False))
         self.base_written = True
         previous, self.version = self.request, self.version + 1
         folder = self.folder.write(self.generation.model, str(self.version))
@@ -411,6 +416,10 @@ def _merged_obstacle(trainer: GRPOTrainer, colocate: bool, peft: bool, engine_ru
         return "the server is another process"
     if engine_runs_lora:
         return "the engine was built for sync='adapter'"
+    if packs_weights(trainer.vllm_generation.llm):
+        return (
+            "the engine packs its weights when it has loaded them, so that no later ones reach it (TRL's way neither)"
+        )
     return merge_obstacle(trainer.vllm_generation.model) if peft else ""
 
 

@@ -12,6 +12,7 @@ from tiny import tiny_model
 
 from fastgrpo.rollout.weights import (
     adapter_obstacle,
+    engine_parameters,
     engine_weights,
     lora_obstacle,
     merge_obstacle,
@@ -40,8 +41,8 @@ def merged_by_peft(model):
     return found
 
 
-def same_name(name):
-    return name
+def weights(model, **how):
+    return engine_weights(engine_parameters(model, lambda name: name), **how)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +58,14 @@ def same_name(name):
 def test_merged_out_of_place_is_what_peft_merges_under_the_names_that_trl_pushes(model, config):
     model = adapted(model, **config)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    ours = dict(engine_weights(model, same_name, everything=True))
+    ours = dict(weights(model, everything=True))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
     theirs = merged_by_peft(model)
     assert list(ours) == list(theirs)
     worst = max((ours[name].float() - theirs[name]).abs().max().item() for name in ours)
     assert worst < 1e-5, worst
-    base = dict(engine_weights(model, same_name, everything=True, merge=False))
+    base = dict(weights(model, everything=True, merge=False))
     assert any(not torch.equal(base[name], ours[name]) for name in ours) and list(base) == list(ours)
 
 
@@ -72,13 +73,11 @@ def test_only_what_training_changes_travels_later():
     model = adapted()
     norm = "model.layers.1.input_layernorm.weight"
     model.get_base_model().get_parameter(norm).requires_grad_(True)
-    names = [name for name, _ in engine_weights(model, same_name, everything=False)]
+    names = [name for name, _ in weights(model, everything=False)]
     matrices = [f"model.layers.{layer}.self_attn.{target}.weight" for layer in (0, 1) for target in QKV]
     assert sorted(names) == sorted([*matrices, norm])
     full = tiny_model("qwen3")
-    assert [name for name, _ in engine_weights(full, same_name, everything=False)] == [
-        n for n, _ in full.named_parameters()
-    ]
+    assert [name for name, _ in weights(full, everything=False)] == [n for n, _ in full.named_parameters()]
 
 
 def test_a_16_bit_base_is_rounded_once():
@@ -95,7 +94,7 @@ def test_an_adapter_that_is_merged_already_is_not_merged_twice():
     model = adapted()
     model.merge_adapter()
     with pytest.raises(RuntimeError, match="unmerge_adapter"):
-        list(engine_weights(model, same_name, everything=False))
+        list(weights(model, everything=False))
 
 
 def test_a_switched_off_adapter_does_not_count():

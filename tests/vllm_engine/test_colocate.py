@@ -21,7 +21,8 @@ from cpu_engine import (
 
 import fastgrpo
 import fastgrpo.trl.sync as sync_module
-from fastgrpo.rollout.weights import engine_weights
+from fastgrpo.rollout.vllm import engine_model
+from fastgrpo.rollout.weights import engine_parameters, engine_weights
 
 LIMIT = 5e-3
 
@@ -90,9 +91,10 @@ def test_trainer_is_never_merged(model, tmp_path, monkeypatch):
 
 
 def write(trainer, change=lambda name, weight: weight):
-    """Hands over what a later sync would, changed."""
-    names = engine_weights(trainer.model, trainer.vllm_generation._fix_param_name_to_vllm, everything=False)
-    sync_module.write_weights(trainer.vllm_generation.llm, ((name, change(name, weight)) for name, weight in names))
+    """Hands over what a later sync would, changed, through vLLM's own loader."""
+    parameters = engine_parameters(trainer.model, trainer.vllm_generation._fix_param_name_to_vllm)
+    changed = [(name, change(name, weight)) for name, weight in engine_weights(parameters, everything=False)]
+    engine_model(trainer.vllm_generation.llm).load_weights(changed)
 
 
 def test_every_matrix_under_lora_is_written_and_one_that_is_zeroed_or_left_out_is_seen(model, tmp_path):
