@@ -46,7 +46,16 @@ _SYNC_COLUMNS = (
     "log-prob difference",
     "base weights changed",
 )
-_STEP_COLUMNS = ("GRPO steps", "step s", "TRL's / ours", "generation s", "sync s", "rest s", "first reward")
+_STEP_COLUMNS = (
+    "GRPO steps",
+    "step s",
+    "TRL's / ours",
+    "generation s",
+    "ms a token",
+    "sync s",
+    "rest s",
+    "first reward",
+)
 
 
 def run(device: torch.device, parts: list[str], rounds: int, steps: int, quick: bool) -> dict[str, Any]:
@@ -117,7 +126,7 @@ class _Bench:
             _keep_cpu_weights_as_they_are()
 
     def trainer(self, workload: Workload, steps: int, sleep: bool = False) -> trl.GRPOTrainer:
-        """LoRA of rank 16 on all linear layers, random weights; A and B so large that merging in 16 bit shows."""
+        """LoRA of rank 16 on all linear layers, random weights."""
         import trl.generation.vllm_generation as engines
 
         for name in (
@@ -152,7 +161,6 @@ class _Bench:
         finally:
             engines.LLM = stock
         trainer.remove_callback(transformers.PrinterCallback)
-        _grow_adapter(trainer)
         return trainer
 
     @property
@@ -215,6 +223,7 @@ def measure_sync(bench: _Bench, workload: Workload, rounds: int, sleep: bool = F
         A line for each kind.
     """
     trainer = bench.trainer(workload, 1, sleep)
+    _grow_adapter(trainer)
     base = {
         name: w.detach().clone() for name, w in trainer.model.named_parameters() if trainer.model.prefix not in name
     }
@@ -376,6 +385,7 @@ def _difference(trainer: trl.GRPOTrainer, workload: Workload) -> dict[str, float
 
 @torch.no_grad()
 def _grow_adapter(trainer: trl.GRPOTrainer) -> None:
+    """To where merging in 16 bit shows."""
     generator = torch.Generator(trainer.accelerator.device).manual_seed(3)
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:
@@ -448,6 +458,7 @@ def _show(part: str, lines: list[dict[str, Any]]) -> None:
                 f"{median[path]:.2f}",
                 f"{median[STOCK] / median[path]:.2f}",
                 f"{statistics.median(line['generation_seconds'][1:]):.2f}",
+                f"{_per_token(line) * 1e3:.2f}",
                 f"{statistics.median(line['sync_seconds'][1:]):.3f}",
                 f"{_rest(line):.2f}",
                 f"{line['history'][0]['reward']:.4f}",
@@ -474,3 +485,9 @@ def _show(part: str, lines: list[dict[str, Any]]) -> None:
 def _rest(line: dict[str, Any]) -> float:
     spent = zip(line["step_seconds"], line["generation_seconds"], line["sync_seconds"], strict=True)
     return statistics.median([step - generation - sync for step, generation, sync in spent][1:])
+
+
+def _per_token(line: dict[str, Any]) -> float:
+    """Seconds of generation for each token of the longest completion, which the engine cannot shorten."""
+    longest = [entry["completions/max_length"] for entry in line["history"]]
+    return statistics.median(s / tokens for s, tokens in zip(line["generation_seconds"], longest, strict=True))

@@ -1,8 +1,8 @@
 """Writing into an engine's parameters as its own loader did once, without the loader.
 
-vLLM's `load_weights` finds out for every tensor by its name where it belongs: a part of a fused matrix, this rank's part of it. That costs a
-quarter of a millisecond of Python for a matrix, several times what the copy takes. It ends in copies of (parts of) the tensor into (parts
-of) parameters, always the same: here they are recorded once, and later repeated.
+For every tensor, vLLM's `load_weights` finds out by its name where it belongs: a part of a fused matrix, this rank's part of
+that. For a matrix it takes a quarter of a millisecond of Python, several times what the copy takes. It ends in copies of (parts
+of) the tensor into (parts of) parameters, always the same ones: here they are recorded once, and later repeated.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class DirectWrite:
         """
         Writes tensors.
 
-        What the loader has copied from a tensor of that name, and nothing else, is copied again; everything else, and everything
-        where a parameter has moved since, goes through the loader.
+        What the loader has copied from a tensor of that name is copied again. Other names, and everything where a parameter has
+        moved since or where the loader does more than copy, go through the loader.
 
         Args:
             weights: (name, whole tensor), contiguous; a name always with the same shape.

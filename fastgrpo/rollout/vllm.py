@@ -105,7 +105,7 @@ def writer(llm: Any) -> DirectWrite:
 
 
 def packs_weights(llm: Any) -> bool:
-    """Whether an engine keeps its weights in another form once they are loaded (vLLM on a CPU does), so that later ones are lost."""
+    """Whether an engine keeps weights in another form once they are loaded, as vLLM on a CPU does: later ones are lost."""
     return any(parameter.numel() == 0 for parameter in engine_model(llm).parameters())
 
 
