@@ -31,9 +31,7 @@ from bench.update import LORA_LAYERS, PATCHED, QUICK, QWEN3_512, STOCK, Workload
 
 PARTS = ("sync", "steps", "large", "sleep")
 # Generation batches of 32: TRL samples for two micro-batches at once.
-SHORT = replace(
-    QWEN3_512, name="1.7B, prompts to 512", prompts=4, completion_median=200, completion_max=512, checkpointing=(True,)
-)
+SHORT = replace(QWEN3_512, name="1.7B, prompts to 512", prompts=4, completion_median=200, completion_max=512)
 LONG = replace(SHORT, name="1.7B, prompts to 2048", prompt_tokens=(1536, 2048))
 LARGE = replace(SHORT, name="8B", hidden=4096, layers=36, heads=32, kv_heads=8, intermediate=12288)
 QUICK_SHORT = replace(QUICK, name="quick, short", family="qwen3")

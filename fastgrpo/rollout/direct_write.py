@@ -44,8 +44,8 @@ class DirectWrite:
         """
         Writes tensors.
 
-        What the loader has copied from a tensor of that name is copied again. Other names, and everything where a parameter has
-        moved since or where the loader does more than copy, go through the loader.
+        What the loader has copied from a tensor of that name is copied again. Other names, and parameters to which the loader
+        does more than that, go through the loader; so does everything where a parameter has moved since.
 
         Args:
             weights: (name, whole tensor), contiguous; a name always with the same shape.
@@ -64,11 +64,13 @@ class DirectWrite:
         recorder = _Recorder()
         with recorder:
             self.load(recorder.watch(weights))
-        storages = self._storages()
-        copies = [copy for copies in recorder.copies.values() for copy in copies]
-        # A loader that also writes in another way would have to be followed in that too.
-        self._learns = not recorder.else_written and all(_storage(copy.target) in storages for copy in copies)
-        self._copies = recorder.copies if self._learns else {}
+        writable = self._storages() - recorder.else_written
+        self._copies = {
+            name: copies
+            for name, copies in recorder.copies.items()
+            if all(_storage(copy.target) in writable for copy in copies)
+        }
+        self._learns = bool(self._copies)
 
     def _write_known(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Writes what it knows how to; the rest comes out."""
@@ -94,7 +96,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.copies: dict[str, list[_Copy]] = {}
-        self.else_written = False
+        self.else_written: set[int] = set()
+        """Storages that were written in another way than by copies of watched tensors."""
         self._watched: dict[int, tuple[StorageWeakRef, str, int]] = {}
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -112,7 +115,7 @@ class _Recorder(TorchDispatchMode):
         found = self._watched.get(_storage(args[1])) if func is torch.ops.aten.copy_.default else None
         # What was freed may be something else's memory by now.
         if found is None or found[0].expired():
-            self.else_written = True
+            self.else_written |= {_storage(arg) for arg in args if isinstance(arg, Tensor)}
             return
         target, source = args[:2]
         _, name, start = found
