@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fastgrpo.checks import refuse_second_derivatives
 
@@ -112,7 +113,9 @@ class _LoraLinear(torch.autograd.Function):
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """`scale * (a @ b)`, rounded once."""
-    return torch.addmm(_nothing(a.dtype, a.device), a, b, beta=0, alpha=scale)
+    # Kept from call to call, but not a fake one, which only its own mode can use.
+    nothing = a.new_zeros(()) if isinstance(a, FakeTensor) else _nothing(a.dtype, a.device)
+    return torch.addmm(nothing, a, b, beta=0, alpha=scale)
 
 
 @lru_cache

@@ -20,11 +20,14 @@ from weakref import WeakKeyDictionary
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastgrpo.lora import Adapted, lora_linear
 from fastgrpo.rotary import rotary
 
+# A fake one stands for a parameter where the memory plan runs layers without values.
+_PLAIN_WEIGHTS = (nn.Parameter, FakeTensor)
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 Fused = Callable[[Tensor], Tensor]
 """What computes a layer's output. It must not hold the layer, which would never be freed."""
@@ -36,10 +39,11 @@ class FusedLayers:
 
     Args:
         enabled: False = every layer runs its own forward.
+        rms_norm: what computes RMS norms, with the arguments and results of torch's own; None = that.
     """
 
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(self, enabled: bool, rms_norm: Callable[..., tuple[Tensor, ...]] | None = None) -> None:
+        self.enabled, self.rms_norm = enabled, rms_norm
         self._copies: WeakKeyDictionary[nn.Module, _Copy] = WeakKeyDictionary()
 
     @contextmanager
@@ -109,14 +113,29 @@ def install_layers(models: Iterable[nn.Module]) -> None:
             _install(home, "apply_rotary_pos_emb", _rotary_dispatcher(rotate))
 
 
+@contextmanager
+def layers_installed(models: Iterable[nn.Module]) -> Iterator[None]:
+    """`install_layers` for as long as this is open; what was installed before stays."""
+    before = set(_installed)
+    install_layers(models)
+    try:
+        yield
+    finally:
+        _remove(_installed - before)
+
+
 def remove_layers() -> None:
     """Takes every `install_layers` back. What something else has put over a dispatcher since stays."""
-    while _installed:
-        owner, name = _installed.pop()
+    _remove(set(_installed))
+    _last.clear()
+
+
+def _remove(installed: set[tuple[Any, str]]) -> None:
+    for owner, name in installed:
+        _installed.discard((owner, name))
         original = getattr(owner.__dict__.get(name), "fastgrpo_original", None)
         if original is not None:
             setattr(owner, name, original)
-    _last.clear()
 
 
 def _install(owner: Any, name: str, dispatcher: Callable) -> None:
@@ -184,7 +203,7 @@ def _lora(layer: LoraLinear, x: Tensor, layers: FusedLayers) -> Fused | None:
 def _is_plain(linear: nn.Module | None) -> bool:
     return (
         type(linear) is nn.Linear
-        and type(linear._parameters.get("weight")) is nn.Parameter
+        and type(linear._parameters.get("weight")) in _PLAIN_WEIGHTS
         and linear._parameters.keys() == {"weight", "bias"}
         and _runs_only_its_forward(linear)
     )
@@ -216,11 +235,11 @@ def _compute_dtype(x: Tensor, weight: Tensor, down: Tensor, up: Tensor) -> torch
 
 
 def _rms_norm(layer: Any, x: Tensor, layers: FusedLayers) -> Fused:
-    weight, epsilon = layer.weight, layer.variance_epsilon
+    weight, epsilon, norm = layer.weight, layer.variance_epsilon, layers.rms_norm or torch._fused_rms_norm
     if weight.dtype == x.dtype:
-        return lambda x: torch._fused_rms_norm(x, weight.shape, weight, epsilon)[0]
+        return lambda x: norm(x, weight.shape, weight, epsilon)[0]
     dtype = torch.promote_types(x.dtype, weight.dtype)
-    return lambda x: torch._fused_rms_norm(x.to(dtype), weight.shape, weight.to(dtype), epsilon)[0]
+    return lambda x: norm(x.to(dtype), weight.shape, weight.to(dtype), epsilon)[0]
 
 
 def _rotary_dispatcher(original: Callable) -> Callable:

@@ -53,6 +53,7 @@ _HELP = {
     "checkpointing": "gradient checkpointing",
     "offload_activations": "inputs of layers in host memory",
     "share_prefix": "a group's prompt computed once in the update",
+    "fused_layers": "layers as one function each in the update, which saves less",
     "head": "fastgrpo: logits in chunks; full: all at once",
     "chunk_bytes": "bytes of a chunk of logits (default: 512 MiB)",
     "rollout": "in this process with transformers or vLLM (colocate), or a server on another device",

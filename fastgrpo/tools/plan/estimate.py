@@ -89,7 +89,7 @@ class _Estimator:
     def _activations(self, settings: PlanSettings, shape: ModelShape) -> tuple[Activations, str]:
         rows, length = settings.rows
         key = (settings.lora_rank, settings.lora_targets, settings.dtype, settings.autocast, settings.checkpointing)
-        key = (*key, rows, length, settings.continued_tokens)
+        key = (*key, rows, length, settings.continued_tokens, settings.fused_layers, settings.quantization)
         if key not in self._traces:
             self._traces[key] = self._trace(settings, shape, rows, length)
         return self._traces[key]
@@ -112,6 +112,8 @@ class _Estimator:
                     autocast=settings.autocast,
                     checkpointing=settings.checkpointing,
                     continued=settings.continued_tokens,
+                    # LoRA layers on a quantised base run their own forward.
+                    fused_layers=settings.fused_layers and settings.quantization is None,
                 )
             return found, ""
         except Exception as error:  # a model whose layers need values (some mixtures of experts) raises what it likes

@@ -8,7 +8,8 @@ gives what a layer costs. Attention is counted as `fastgrpo.kernels.flash` and t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ def trace(
     autocast: bool,
     checkpointing: bool,
     continued: int,
+    fused_layers: bool,
 ) -> Activations:
     """
     Follows the memory of a micro-batch.
@@ -65,6 +67,7 @@ def trace(
         autocast: products in bfloat16.
         checkpointing: gradient checkpointing.
         continued: tokens that continue a shared prompt.
+        fused_layers: as `fastgrpo.Options.fused_layers`.
 
     Returns:
         Activations.
@@ -83,8 +86,9 @@ def trace(
         base.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     two = list(layers)[-2:]
     token = _continued.set(continued)
+    fused = _fused(model) if fused_layers else nullcontext()
     try:
-        with FakeTensorMode():
+        with FakeTensorMode(), fused:
             runs = []
             for number in (1, 2):
                 del layers[:]
@@ -125,6 +129,32 @@ def _run(decoder: nn.Module, rows: int, length: int, hidden: int, dtype: torch.d
         live.peak = kept
         output.backward(torch.empty_like(output))
     return _Followed(kept, live.peak - kept, in_autocast - kept)
+
+
+@contextmanager
+def _fused(model: nn.Module) -> Iterator[None]:
+    """While inside, layers run as one function each, as they do in a patched trainer."""
+    from fastgrpo.trl.layers import FusedLayers, layers_installed
+
+    with layers_installed([model]), FusedLayers(enabled=True, rms_norm=_rms_norm).in_use():
+        yield
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor, epsilon: float) -> tuple[Tensor]:
+    """As torch's CUDA kernel has it: the input and a number a row are saved. On a CPU it is many ops."""
+    return (_Norm.apply(x, weight),)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
 
 
 def _make_fake(decoder: nn.Module) -> None:
@@ -194,13 +224,11 @@ class _Attention(torch.autograd.Function):
         query, key, value, *_ = ctx.saved_tensors
         grads = tuple(torch.empty_like(x) for x in (query, key, value))
         _flash_backward(query, grad.new_empty, query.shape[0] * query.shape[2])
-        continued = _continued.get()
-        if continued:
-            # The second call, over the tokens that continue a prompt: grad, query and output of these, and their gradient.
-            shape = (continued, query.shape[1], query.shape[3])
-            taken = [grad.new_empty(shape) for _ in range(4)]
-            _flash_backward(query, grad.new_empty, continued)
-            del taken
+        if _continued.get():
+            # The second call, over all tokens and the keys of prompts, has its own gradient of queries.
+            second = torch.empty_like(query)
+            _flash_backward(query, grad.new_empty, query.shape[0] * query.shape[2])
+            del second
         return grads
 
 

@@ -101,10 +101,11 @@ def _adapter(model: Any) -> dict[str, Any]:
 def _patch(trainer: GRPOTrainer) -> dict[str, Any]:
     handle = find_patch(trainer)
     if handle is None:
-        return {"head": "full", "share_prefix": False}
+        return {"head": "full", "share_prefix": False, "fused_layers": False}
     return {
         "share_prefix": handle.layout == "varlen" and handle.options.share_prefix,
         "chunk_bytes": handle.options.chunk_bytes,
+        "fused_layers": handle.options.fused_layers,
     }
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama import modeling_llama
 
+from fastgrpo.lora import Adapted, lora_linear
 from fastgrpo.tools.plan.shape import build, decoder_layers
 from fastgrpo.tools.plan.trace import _make_fake, _run, trace
 
@@ -26,7 +29,8 @@ def config(layers: int = 5) -> LlamaConfig:
 
 def followed(model, **options):
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    settings = {"dtype": torch.float32, "autocast": False, "checkpointing": False, "continued": 0, **options}
+    settings = {"dtype": torch.float32, "autocast": False, "checkpointing": False, "continued": 0}
+    settings |= {"fused_layers": False, **options}
     return trace(model, decoder_layers(base), rows=ROWS, length=LENGTH, hidden=64, **settings)
 
 
@@ -88,3 +92,26 @@ def test_autocast_and_checkpointing_keep_less():
     assert checkpointed.kept < 0.3 * plain.kept
     bf16 = followed(build(config(), "bfloat16", None, "all-linear"), dtype=torch.bfloat16)
     assert bf16.kept < 0.75 * plain.kept
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_fused_layers_keep_less_and_leave_nothing_behind(checkpointing):
+    """Followed as they run in a patched trainer: adapters, norms and rotary embeddings as one function each."""
+    rotate = modeling_llama.apply_rotary_pos_emb
+    plain, fused = (
+        followed(
+            build(config(), "bfloat16", 4, "all-linear"),
+            dtype=torch.bfloat16,
+            autocast=True,
+            checkpointing=checkpointing,
+            fused_layers=fused_layers,
+        )
+        for fused_layers in (False, True)
+    )
+    assert fused.kept + fused.working < (0.8 if not checkpointing else 0.95) * (plain.kept + plain.working)
+    assert fused.casts == 0  # their own copies of the adapter stay
+    assert modeling_llama.apply_rotary_pos_emb is rotate
+    assert not hasattr(LoraLinear.forward, "fastgrpo_original")
+    x = torch.randn(3, 4, requires_grad=True)
+    layer = Adapted(torch.randn(5, 4), None, torch.randn(2, 4), torch.randn(5, 2), 1.0)
+    assert lora_linear(x, layer, layer.down, layer.up).isfinite().all()  # no fake tensor was kept for it
