@@ -25,7 +25,7 @@ from bench.measure import extra_peak_bytes
 from bench.update import LORA_LAYERS, Workload, synthetic_batch
 
 GB = 1e9
-PHASES = ("forward", "backward", "optimizer")
+PHASES = ("forward", "head", "layers", "optimizer")
 _STEPS = 2
 """The first makes the optimizer's states; what comes after it repeats."""
 _COLUMNS = ("", "predicted GB", "measured GB", "predicted / measured", *PHASES, "before", "step s")
@@ -122,7 +122,11 @@ def run(device: torch.device, only: list[str] | None, quick: bool) -> dict[str, 
     chosen = [setting for setting in SETTINGS if not only or any(text in setting.name for text in only)]
     rows = []
     for setting in chosen:
-        rows.append(compare(setting, device, quick))
+        try:
+            rows.append(compare(setting, device, quick))
+        except torch.OutOfMemoryError as error:
+            report.say(f"{setting.name}: {str(error).splitlines()[0]}")
+            continue
         report.say(f"{setting.name}: predicted / measured {rows[-1]['ratio']:.3f}")
     title = "Peak memory of an update: the plan against what torch's allocator counted"
     report.table(title, _COLUMNS, _cells(rows))
@@ -177,8 +181,7 @@ def compare(setting: Setting, device: torch.device, quick: bool) -> dict[str, An
         "measured_phases_gb": {name: size / GB for name, size in seen.peaks.items()},
         "predicted_before_gb": plan.peaks["held"],
         "measured_before_gb": seen.before / GB,
-        "measured_after_forward_gb": seen.after_forward / GB,
-        "measured_after_backward_gb": seen.after_backward / GB,
+        "measured_after_gb": {name: size / GB for name, size in seen.after.items()},
         "details_gb": {name: dict(parts) for name, parts in plan.details.items()},
         "step_seconds": seen.seconds,
         "wall_s": time.perf_counter() - began,
@@ -190,9 +193,8 @@ class Seen:
     """Bytes of the last step."""
 
     before: int = 0
-    after_forward: int = 0
-    after_backward: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -212,23 +214,29 @@ class _Meter(transformers.TrainerCallback):
         self.seen.before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
 
-    def after_forward(self) -> None:
-        """Called when the loss is there."""
-        self._phase_ends("forward")
-        self.seen.after_forward = torch.cuda.memory_allocated()
+    def ends(self, name: str) -> None:
+        """A phase is over."""
+        self.seen.peaks[name], self.seen.after[name] = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+    def watch_head(self, decoder: torch.nn.Module) -> Any:
+        """The head's backward is over when what it reads gets its gradient."""
+
+        def after_decoder(_: Any, __: Any, output: Any) -> None:
+            hidden = output.last_hidden_state
+            if hidden.requires_grad:
+                self.seen.after["decoder"] = torch.cuda.memory_allocated()
+                hidden.register_hook(lambda _: self.ends("head"))
+
+        return decoder.register_forward_hook(after_decoder)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._phase_ends("backward")
-        self.seen.after_backward = torch.cuda.memory_allocated()
+        self.ends("layers")
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._phase_ends("optimizer")
+        self.ends("optimizer")
         torch.cuda.synchronize()
         self.seen.seconds = time.perf_counter() - self.began
-
-    def _phase_ends(self, name: str) -> None:
-        self.seen.peaks[name] = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def _measure(setting: Setting, config: transformers.PretrainedConfig, device: torch.device, autocast: bool) -> Seen:
@@ -239,20 +247,23 @@ def _measure(setting: Setting, config: transformers.PretrainedConfig, device: to
         if device.type == "cuda":
             meter = _Meter(seen)
             trainer.add_callback(meter)
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            hook = meter.watch_head((model if setting.full else model.get_base_model()).get_decoder())
             compute_loss = trainer.compute_loss
 
             def metered(*args: Any, **kwargs: Any) -> Any:
                 loss = compute_loss(*args, **kwargs)
-                meter.after_forward()
+                meter.ends("forward")
                 return loss
 
             trainer.compute_loss = metered
             trainer.train()
             del trainer.compute_loss
+            hook.remove()
         else:
             before = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
             began = time.perf_counter()
-            seen.peaks = {"backward": before + extra_peak_bytes(trainer.train, device)}
+            seen.peaks = {"layers": before + extra_peak_bytes(trainer.train, device)}
             seen.seconds = (time.perf_counter() - began) / _STEPS
         fastgrpo.unpatch(trainer)
         trainer.accelerator.free_memory()

@@ -43,8 +43,8 @@ class MemoryPlan:
         overlap: by how much gradients and activations together are more than what is ever alive of both: when the last
             gradient is there, most activations are gone.
         peaks: "rollout" and "update": what is alive at once in either at the most, reserve left out; comparable with
-            `torch.cuda.max_memory_allocated`. "held": between two updates; "forward", "backward" and "optimizer": the parts
-            of one.
+            `torch.cuda.max_memory_allocated`. "held": between two updates; "forward", "head" (its backward), "layers" (theirs,
+            and the embeddings') and "optimizer": the parts of one.
         advice: the one setting that would free most, with the figure; empty where none would free anything.
         alternatives: all that would free something, the largest first; planned when first asked for.
         comparisons: what fastgrpo's head and packing change, in sentences.
@@ -153,7 +153,8 @@ def assemble(settings: PlanSettings, shape: ModelShape, activations: Activations
         "held": in_update,
         "update": in_update + moments.peak,
         "forward": in_update + moments.forward,
-        "backward": in_update + moments.backward,
+        "head": in_update + moments.head,
+        "layers": in_update + max(moments.layers, moments.embeddings),
         "optimizer": in_update + moments.optimizer,
     }
     starts, notes = _notes(settings, shape, kv_bytes)

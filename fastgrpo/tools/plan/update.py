@@ -62,14 +62,9 @@ class Update:
     without_gradients: float
 
     @property
-    def backward(self) -> float:
-        """The largest moment of the backward."""
-        return max(self.head, self.layers, self.embeddings)
-
-    @property
     def peak(self) -> float:
         """The largest of all."""
-        return max(self.forward, self.backward, self.optimizer)
+        return max(self.forward, self.head, self.layers, self.embeddings, self.optimizer)
 
 
 KEPT, CASTS, HEAD, LAYER = "kept for the backward", "weights in 16 bit", "head", "a layer at work"
