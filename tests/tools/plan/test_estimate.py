@@ -28,7 +28,7 @@ SMALL = {
 }
 LLAMA = LlamaConfig(**SMALL, tie_word_embeddings=False)
 LORA = {"lora_rank": 16}
-EXAMPLE = {**LORA, "beta": 0.04, "reference": "separate", "head": "full", "share_prefix": False}
+EXAMPLE = {**LORA, "beta": 0.04, "reference": "separate", "head": "full", "share_prefix": False, "fused_layers": False}
 
 
 def gb(parameters: float) -> float:
@@ -253,7 +253,7 @@ def test_mini_batches_are_advised_and_full_fine_tuning_sums_their_gradients():
     (advised,) = (a for a in plan.alternatives if a.setting.startswith("--mini-batch 8 "))
     assert advised.frees_gb == pytest.approx(plan.total - halved.total)
     full = {**settings, "mini_batch": 8, "optimizer": "sgd"}
-    alone, added = (estimate_memory(LLAMA, **full, accumulation=n).peaks["backward"] for n in (1, 2))
+    alone, added = (estimate_memory(LLAMA, **full, accumulation=n).peaks["layers"] for n in (1, 2))
     assert added - alone == pytest.approx(halved.terms[WEIGHTS], rel=1e-3)
 
 
@@ -288,25 +288,20 @@ def test_chunk_bytes_bound_the_head():
     assert sizes[0] < 0.25 * estimate_memory(QWEN_1_7B, **settings, head="full").details[UPDATE]["head"]
 
 
-SCORED = 5495
-
-
-@pytest.mark.parametrize(
-    ("tokens", "checkpointing", "measured_mib"), [(6263, True, 1720.5), (6263, False, 20166.9), (9079, True, 2501.0)]
-)
-def test_the_update_measured_on_an_h200_was_predicted_within_5_percent(tokens, checkpointing, measured_mib):
-    """bench/results/update-h200-2026-11-29.json: 1.7B, rank 16, no padding, prompts shared; beside the model."""
+def test_layers_measured_on_an_h200_were_predicted_within_3_percent():
+    """bench/results/update-h200-2026-11-29.json: 1.7B, rank 16, before layers ran as one function each; 20167 MiB."""
     plan = estimate_memory(
         QWEN_1_7B,
         **LORA,
-        checkpointing=checkpointing,
+        checkpointing=False,
+        fused_layers=False,
         micro_batch=1,
         num_generations=1,
-        prompt_length=tokens - SCORED,
-        completion_length=SCORED,
+        prompt_length=768,
+        completion_length=5495,
     )
-    predicted_mib = plan.terms[UPDATE] * 1e9 / 2**20
-    assert predicted_mib == pytest.approx(measured_mib, rel=0.05), predicted_mib
+    predicted_mib = (plan.peaks["layers"] - plan.peaks["held"]) * 1e9 / 2**20
+    assert predicted_mib == pytest.approx(20166.9, rel=0.03), predicted_mib
 
 
 @pytest.mark.parametrize(
@@ -368,7 +363,7 @@ def test_what_fits_is_judged_only_against_a_capacity():
 def test_layers_that_cannot_be_followed_fall_back_to_a_rule_and_say_so(monkeypatch):
     from fastgrpo.tools.plan import estimate
 
-    exact = estimate_memory(LLAMA, checkpointing=False)
+    exact = estimate_memory(LLAMA, checkpointing=False, fused_layers=False)
     monkeypatch.setattr(estimate, "trace", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("needs values")))
     plan = estimate_memory(LLAMA, checkpointing=False)
     assert any("rule of thumb" in note and "needs values" in note for note in plan.notes)
@@ -421,7 +416,7 @@ def test_a_model_is_a_folder_a_file_or_a_configuration(tmp_path):
     plans = [estimate_memory(model) for model in (str(tmp_path / "small"), tmp_path / "small" / "config.json", LLAMA)]
     assert len({plan.total for plan in plans}) == 1
     assert plans[0].shape.name == plans[1].shape.name == "small"
-    with pytest.raises(ValueError, match="nowhere is no model that transformers can describe"):
+    with pytest.raises(ValueError, match=r"there is no .*nowhere"):
         estimate_memory(str(tmp_path / "nowhere"))
     with pytest.raises(TypeError, match="model is a int"):
         estimate_memory(3)
