@@ -198,6 +198,11 @@ class PlanSettings:
         return min(self.scored_tokens, self.row_tokens) if self.share_prefix else 0
 
     @property
+    def in_one_pass(self) -> bool:
+        """Whether a head that trains has its loss and gradients in one pass, as it is with TRL's default loss."""
+        return self.full and self.head == "fastgrpo" and self.sequences == self.micro_batch
+
+    @property
     def rollouts(self) -> int:
         """Sequences generated at once on a device."""
         return self.micro_batch * self.accumulation
