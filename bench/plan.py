@@ -123,11 +123,15 @@ def run(device: torch.device, only: list[str] | None, quick: bool) -> dict[str, 
     rows = []
     for setting in chosen:
         try:
-            rows.append(compare(setting, device, quick))
-        except torch.OutOfMemoryError as error:
-            report.say(f"{setting.name}: {str(error).splitlines()[0]}")
+            row = compare(setting, device, quick)
+        except Exception as error:  # the other settings are worth having
+            report.say(f"{setting.name}: {type(error).__name__}: {str(error)[:300]}")
+            torch.cuda.empty_cache()
             continue
-        report.say(f"{setting.name}: predicted / measured {rows[-1]['ratio']:.3f}")
+        rows.append(row)
+        report.say(f"{setting.name}: predicted / measured {row['ratio']:.3f}, {row['wall_s']:.0f} s")
+    if not rows:
+        raise SystemExit("no setting was measured")
     title = "Peak memory of an update: the plan against what torch's allocator counted"
     report.table(title, _COLUMNS, _cells(rows))
     ratios = [row["ratio"] for row in rows]
@@ -242,7 +246,7 @@ class _Meter(transformers.TrainerCallback):
 def _measure(setting: Setting, config: transformers.PretrainedConfig, device: torch.device, autocast: bool) -> Seen:
     seen = Seen()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = _build(setting, config, device, autocast, folder)
+        trainer = build_trainer(setting, config, device, autocast, folder)
         fastgrpo.patch(trainer, fastgrpo.Options(run_log=False))
         if device.type == "cuda":
             meter = _Meter(seen)
@@ -284,9 +288,18 @@ def _config(setting: Setting, quick: bool) -> transformers.PretrainedConfig:
     return config
 
 
-def _build(
+def build_trainer(
     setting: Setting, config: transformers.PretrainedConfig, device: torch.device, autocast: bool, folder: str
 ) -> trl.GRPOTrainer:
+    """
+    A trainer of random weights whose generation returns a batch of the setting's lengths.
+
+    Args:
+        setting, config: what to train.
+        device: where to run.
+        autocast: bf16.
+        folder: that TRL wants.
+    """
     torch.manual_seed(0)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<eos>")),

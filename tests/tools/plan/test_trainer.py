@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
 from peft import LoraConfig
 from tiny import tiny_trainer
+from transformers import Qwen3Config
 
 import fastgrpo
+from bench import plan as bench_plan
 from fastgrpo.runlog import read_run_log
+from fastgrpo.tools.plan.estimate import estimate_memory
+from fastgrpo.tools.plan.memory import UPDATE
 from fastgrpo.tools.plan.trainer import plan_trainer, settings_of
+from fastgrpo.tools.plan.update import KEPT, head_of
 from fastgrpo.tools.report.summary import summarise
 from fastgrpo.trl import runlog
 
@@ -62,3 +70,59 @@ def test_a_plan_that_fails_is_no_reason_not_to_train(tmp_path, monkeypatch):
     assert runlog.planned_memory(trainer) is None  # no GPU
     monkeypatch.setattr(runlog, "_PLANNED_ON", ("cpu",))
     assert runlog.planned_memory(trainer) is None
+
+
+class _Norm(torch.autograd.Function):
+    """Saves what torch's CUDA kernel saves: the input, the weight, a number a row."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        rstd = x.float().square().mean(-1).rsqrt()
+        ctx.save_for_backward(x, weight, rstd)
+        return (x * rstd.unsqueeze(-1)).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        rows = tuple(range(grad.dim() - 1))
+        return grad * weight, (grad * x).sum(rows).to(weight.dtype) if ctx.needs_input_grad[1] else None
+
+
+@pytest.mark.parametrize(("full", "dtype"), [(False, "bfloat16"), (True, "float32")])
+def test_what_a_patched_trainers_forward_saves_is_what_is_predicted(full, dtype, tmp_path):
+    """Unique storages that autograd saved in the loss of a real trainer on a CPU under bf16 autocast, parameters left out."""
+    setting = bench_plan.Setting("tiny", full, dtype, False, 64, 96)
+    config = Qwen3Config(
+        hidden_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=768,
+        vocab_size=2000,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    trainer = bench_plan.build_trainer(setting, config, torch.device("cpu"), True, str(tmp_path))
+    saved: dict[int, int] = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with fastgrpo.patch(trainer, fastgrpo.Options(run_log=False)):
+        plan = plan_trainer(trainer)
+        parameters = {p.untyped_storage()._cdata for p in trainer.model.parameters()}
+        trainer._get_per_token_logps_and_entropies.fused.rms_norm = lambda x, _, weight, __: (_Norm.apply(x, weight),)
+        trainer.current_gradient_accumulation_steps = 1
+        inputs = trainer._prepare_inputs([{"prompt": "<eos>"}] * 8)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = trainer.compute_loss(trainer.model, inputs)
+    loss.detach_()
+    settings = dataclasses.replace(plan.settings, prompt_length=64, completion_length=96)
+    again = estimate_memory(config, settings=settings)
+    predicted = again.details[UPDATE][KEPT] * 1e9 + head_of(settings, again.shape).kept
+    assert predicted == pytest.approx(sum(saved.values()), rel=0.06), predicted / sum(saved.values())
