@@ -129,6 +129,6 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """`a @ b` in a dtype that may be wider than theirs."""
     if a.dtype == dtype:
         return torch.mm(a, b)
-    if a.is_cuda and dtype == torch.float32:
+    if (a.is_cuda or isinstance(a, FakeTensor)) and dtype == torch.float32:
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a.to(dtype), b.to(dtype))

@@ -47,6 +47,11 @@ class CudaOperands(Operands):
     scale: float
 
 
+def rows_a_batch(chunk_rows: int) -> int:
+    """Rows whose 16-bit gradients are collected for one product, where the weight gets a gradient."""
+    return min(-(-_ROWS_A_BATCH // chunk_rows), _MOST_CHUNKS_A_BATCH) * chunk_rows
+
+
 def prepare(
     weight: Tensor,
     bias: Tensor | None,
@@ -61,8 +66,7 @@ def prepare(
     vocabulary = weight.shape[0]
     pitch = -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
     chunk_rows = max(1, min(chunk_rows, rows))
-    chunks = min(-(-_ROWS_A_BATCH // chunk_rows), _MOST_CHUNKS_A_BATCH) if collect else 1
-    batch_rows = max(1, min(chunks * chunk_rows, rows))
+    batch_rows = max(1, min(rows_a_batch(chunk_rows) if collect else chunk_rows, rows))
     gradients = None
     if batch_rows > chunk_rows:
         gradients = weight.new_empty(batch_rows, pitch, dtype=compute_dtype)

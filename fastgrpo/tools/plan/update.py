@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from fastgrpo.chunking import TILE
+from fastgrpo.kernels.cuda import rows_a_batch
 from fastgrpo.tools.plan.settings import PlanSettings
 from fastgrpo.tools.plan.shape import ModelShape
 from fastgrpo.tools.plan.trace import Activations
 
 _DEVICE = torch.device("cuda")
-_BATCHED_CHUNKS = 4
-"""Chunks whose gradients `fastgrpo.kernels.cuda` collects for one product with a trained head."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def head_of(settings: PlanSettings, shape: ModelShape) -> Head:
     `head="full"`: one matrix of logits in the dtype of the products, the least that any head needs which materialises them.
     fastgrpo, see `fastgrpo.ops` and `fastgrpo.kernels.cuda`: hidden states of the scored tokens, and a chunk of fp32 logits
     that becomes its own gradient. With a frozen head d logprob / d hidden in fp32; with one that trains, the gradient of its
-    weight in fp32, and 16-bit gradients of four chunks: in the forward already, where loss and gradients come from one pass.
+    weight in fp32, and 16-bit gradients of several chunks: in the forward already, where loss and gradients come from one pass.
     """
     tokens, width, words = settings.scored_tokens, shape.hidden, shape.vocabulary
     weight, taken = words * width, tokens * width * settings.weight_bytes
@@ -129,17 +128,16 @@ def head_of(settings: PlanSettings, shape: ModelShape) -> Head:
     # The weight as the products take it.
     cast = weight * settings.compute_bytes if settings.compute_bytes < settings.weight_bytes else 0
     slope = tokens * width * 4
-    # What the model's hidden states get from those of the scored tokens, in fresh memory twice.
-    given_back = 2 * (tokens + settings.row_tokens) * width * settings.weight_bytes
+    # What the model's hidden states get from those of the scored tokens.
+    given_back = (tokens + settings.row_tokens) * width * settings.weight_bytes
     if not settings.full:
-        return Head(taken + slope + chunk + rows * width * 4 + cast, slope, max(slope + taken, given_back), 0.0)
-    batch = min(_BATCHED_CHUNKS * rows, tokens)
-    products = chunk + (batch * words * 2 if kernels else 0) + cast
+        return Head(taken + slope + chunk + cast, slope, max(slope + taken, given_back), 0.0)
+    products = chunk + cast + (min(rows_a_batch(rows), tokens) * words * 2 if kernels else 0)
     gradient, summed = weight * settings.weight_bytes, weight * 4
     if settings.in_one_pass:
         kept = summed + slope
-        forward = taken + products + kept + batch * width * 4
-        return Head(forward, kept, max(kept + taken + gradient, gradient + given_back), gradient)
+        backward = max(kept + taken + gradient, gradient + given_back)
+        return Head(taken + products + kept, kept, backward, gradient)
     rounded = gradient if settings.weight_bytes < 4 else 0
     backward = max(2 * taken + products + summed + rounded, gradient + given_back)
     return Head(taken + chunk + cast, taken, backward, gradient)
