@@ -51,10 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
         from bench import rows
 
         run = rows.run(device, rounds, warm_ups, options.quick)
-    elif options.bench == "long":
-        from bench import long
-
-        run = long.run(device, rounds, options.quick)
     elif options.bench == "train":
         from bench import train
 
@@ -136,7 +132,6 @@ def _parser() -> argparse.ArgumentParser:
     trained = argparse.ArgumentParser(add_help=False)
     trained.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="bfloat16 = autocast")
     trained.add_argument("--train", nargs="+", default=["lora", "full"], choices=["lora", "full"])
-    benches.add_parser("long", parents=[common], help="an update of 8 sequences of 20,480 tokens, 8B (CUDA)")
     train = benches.add_parser("train", parents=[common, trained], help="GRPO steps with generation, stock and patched")
     train.add_argument("--steps", type=int, default=4, help="optimizer steps of each run (default: 4)")
     rollout = benches.add_parser("rollout", parents=[common], help="weights to vLLM and whole steps, stock and patched")

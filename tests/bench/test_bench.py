@@ -188,16 +188,6 @@ def test_training_starts_from_the_same_completions_and_metrics(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_long_sequences_have_one_loss_whatever_is_alive_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "long.json"
-    assert main(["long", "--device", "cpu", "--quick", "--rounds", "1", "--threads", "1", "--json", str(path)]) == 0
-    stock, patched = json.loads(path.read_text())["rows"]
-    assert (stock["micro_batch"], patched["micro_batch"]) == (1, 4)
-    assert patched["options"]["mini_batch_size"] == 1
-    assert patched["loss"] == pytest.approx(stock["loss"], abs=1e-3)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("old_pass", "calls"), [(False, 2), (True, 3)])
 def test_the_old_pass_is_one_more_scoring(old_pass: bool, calls: int, tmp_path: Path) -> None:
     batch = update.synthetic_batch(update.QUICK, CPU)
