@@ -145,6 +145,12 @@ def overrides(trainer: GRPOTrainer, method: str) -> bool:
     return has_own_attribute(trainer, method) or getattr(type(trainer), method) is not getattr(GRPOTrainer, method)
 
 
+def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
+    """`[B, T]`, not 0 on the tokens of a micro-batch that its loss counts: completions, without what tools said."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
 class Standing:
     """
     What a patch puts on a trainer in place of one of its methods; a deep copy of the trainer gets the class's method.

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 
 from fastgrpo.head import LogProbs, linear_grpo_rows
 from fastgrpo.objective import Objective, RowTerms, row_local_terms_exist, row_terms, token_grad
-from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, base_model, overrides
+from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, base_model, loss_mask, overrides
 from fastgrpo.trl.onpolicy import corrects_sampler
 
 # Of the size of what is summed up; rounding of float32 sums is a thousandth of it.
@@ -141,9 +141,7 @@ class FusedRoute:
             return None  # it is made of the log-probs that this very pass computes
         if not corrects_sampler(trainer) and trainer.loss_type != "vespo":
             ratio = None
-        mask = inputs["completion_mask"]
-        if "tool_mask" in inputs:
-            mask = mask * inputs["tool_mask"]
+        mask = loss_mask(inputs)
         advantages = inputs["advantages"]
         if advantages.dim() == 1:
             advantages = advantages.unsqueeze(1)

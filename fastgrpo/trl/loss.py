@@ -10,7 +10,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from fastgrpo.kernels.backends import Backend, note_backend
-from fastgrpo.trl.compat import LOSS_METHOD, Standing
+from fastgrpo.trl.compat import LOSS_METHOD, Standing, loss_mask
 from fastgrpo.trl.fused import FusedLoss, FusedRoute, attached
 from fastgrpo.trl.onpolicy import OldLogProbs, score_again
 from fastgrpo.trl.ordering import RowOrder, unseen
@@ -38,6 +38,7 @@ class LossPass:
         fused: the loss in one pass with its gradients, where that may be.
 
     Attributes:
+        counted: `[B, T]` bool, the tokens that the loss counts; None = all of the completions, with a graph.
         found: log-probs and entropies, `[B, T]`, as TRL's loss gets them.
         carried: `[B, T]` log-probs that lead to the fused loss; None where it was not computed.
         leaf: `[B, T]` what TRL's loss gets in their place.
@@ -54,6 +55,9 @@ class LossPass:
     ) -> None:
         self.inputs, self.old, self.kept, self.given, self.counts = inputs, old, kept, given, counts
         self.fused = fused
+        self.counted = None if fused is None else fused.counted
+        if fused is None and "tool_mask" in inputs:
+            self.counted = loss_mask(inputs).bool()
         self.found: tuple[Tensor, Tensor | None] | None = None
         self.carried: Tensor | None = None
         self.leaf: Tensor | None = None
@@ -67,11 +71,14 @@ class LossPass:
         """
         self.old.complete(self.inputs, logprobs, None if self.kept is None else self.kept.rows, self.counts)
         if self.fused is not None and self.fused.found:
-            self.carried = logprobs
-            old = self.fused.terms.old_logprobs
+            self.carried, logprobs = logprobs, logprobs.detach()
+        if self.counted is not None:
             # A ratio of 1 where nothing was computed: what the mask is multiplied by must be finite.
+            old = self.inputs.get("old_per_token_logps")
             elsewhere = torch.zeros_like(logprobs) if old is None else old.to(logprobs.dtype)
-            self.leaf = logprobs = torch.where(self.fused.counted, logprobs.detach(), elsewhere).requires_grad_()
+            logprobs = torch.where(self.counted, logprobs, elsewhere)
+        if self.carried is not None:
+            self.leaf = logprobs = logprobs.detach().requires_grad_()
         self.found = (logprobs, entropies)
         return self.found
 

@@ -17,7 +17,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import nanmax, nanmin
 
 from fastgrpo.objective import sampler_importance_ratio
-from fastgrpo.trl.compat import GENERATE_METHOD, LOSS_METHOD, SCORING_METHOD, has_known_source, overrides
+from fastgrpo.trl.compat import GENERATE_METHOD, LOSS_METHOD, SCORING_METHOD, has_known_source, loss_mask, overrides
 
 if TYPE_CHECKING:
     from fastgrpo.trl.scoring import ScoringMethod
@@ -113,9 +113,7 @@ class OldLogProbs:
         trainer = self.trainer
         if not corrects_sampler(trainer) or _RATIO in inputs or _OLD in inputs:
             return
-        mask = inputs["completion_mask"]
-        if "tool_mask" in inputs:
-            mask = mask * inputs["tool_mask"]
+        mask = loss_mask(inputs)
         computed = torch.ones_like(mask[:, :1])
         if rows is not None:
             computed = torch.zeros_like(computed).index_fill_(0, rows, 1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -144,14 +143,19 @@ class ScoringMethod(Standing):
             return result
         with profiling_context(self.trainer, SCORING_METHOD):
             count = input_ids.shape[0]
-            kept, fused_loss = (None, None) if self.loss is None else (self.loss.kept, self.loss.fused)
+            kept = counted = fused_loss = None
+            if self.loss is not None:
+                kept, counted, fused_loss = self.loss.kept, self.loss.counted, self.loss.fused
             if kept is not None:
                 input_ids, attention_mask = input_ids[kept.rows], attention_mask[kept.rows]
+                counted = None if counted is None else counted[kept.rows]
                 fused_loss = None if fused_loss is None else fused_loss.map(lambda x: x[kept.rows])
             rows = batch_size or max(input_ids.shape[0], 1)
             with self._saving(model):
                 parts = [
-                    self._score_within_limits(model, ids, mask, logits_to_keep, entropy, compute_aux_loss, fused_loss)
+                    self._score_within_limits(
+                        model, ids, mask, logits_to_keep, entropy, compute_aux_loss, counted, fused_loss
+                    )
                     for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
                 ]
             all_logprobs, all_entropies, aux_losses = zip(*parts, strict=True)
@@ -160,8 +164,8 @@ class ScoringMethod(Standing):
                 logprobs = kept.spread_logprobs(logprobs, count)
                 if entropies is not None:
                     scored = attention_mask[:, attention_mask.shape[1] - logits_to_keep :]
-                    if fused_loss is not None and fused_loss.found:
-                        scored = scored * fused_loss.counted
+                    if counted is not None:
+                        scored = scored * counted
                     entropies = kept.spread_entropies(entropies, scored, count)
             if self.loss is not None:
                 logprobs, entropies = self.loss.scored(logprobs, entropies)
@@ -206,6 +210,7 @@ class ScoringMethod(Standing):
         logits_to_keep: int,
         entropy: Entropy,
         compute_aux_loss: bool,
+        counted: Tensor | None,
         fused_loss: FusedLoss | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.limits:
@@ -221,7 +226,15 @@ class ScoringMethod(Standing):
                 recompute = self.offload is None
                 return *score_in_parts(model, score, input_ids, attention_mask, parts, recompute), None
         return self._score(
-            model, input_ids, attention_mask, logits_to_keep, entropy, compute_aux_loss, self.layout, fused_loss
+            model,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            entropy,
+            compute_aux_loss,
+            self.layout,
+            counted,
+            fused_loss,
         )
 
     def _score(
@@ -233,6 +246,7 @@ class ScoringMethod(Standing):
         entropy: Entropy,
         compute_aux_loss: bool,
         layout: Layouts,
+        counted: Tensor | None = None,
         fused_loss: FusedLoss | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         attention_mask = (attention_mask != 0).to(input_ids.dtype)
@@ -244,10 +258,16 @@ class ScoringMethod(Standing):
             layout = "none"
         score = {"varlen": self._score_varlen, "left": self._score_left, "none": self._score_padded}[layout]
         inputs = {"output_router_logits": True} if compute_aux_loss else {}
-        if fused_loss is not None:
-            fused_loss = fused_loss.map(lambda x: torch.nn.functional.pad(x, (scored.shape[1] - x.shape[1], 0)))
+
+        def beside_prompts(values: Tensor) -> Tensor:
+            return torch.nn.functional.pad(values, (input_ids.shape[1] - logits_to_keep, 0))
+
+        counted = scored if counted is None else scored & beside_prompts(counted)
+        fused_loss = None if fused_loss is None else fused_loss.map(beside_prompts)
         with self.fused.in_use():
-            logprobs, entropies, aux_loss = score(model, input_ids, attention_mask, scored, entropy, inputs, fused_loss)
+            logprobs, entropies, aux_loss = score(
+                model, input_ids, attention_mask, scored, counted, entropy, inputs, fused_loss
+            )
         last = slice(input_ids.shape[1] - logits_to_keep, None)
         return (
             logprobs[:, last],
@@ -261,13 +281,13 @@ class ScoringMethod(Standing):
         input_ids: Tensor,
         attention_mask: Tensor,
         scored: Tensor,
+        counted: Tensor,
         entropy: Entropy,
         inputs: dict,
         fused_loss: FusedLoss | None,
     ) -> Scores:
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
-        scored, fused_loss = _counted(scored, fused_loss)
-        labels = input_ids.masked_fill(~scored, _IGNORE)[:, 1:]
+        labels = input_ids.masked_fill(~counted, _IGNORE)[:, 1:]
         if fused_loss is not None:
             fused_loss = fused_loss.map(lambda x: x[:, 1:].reshape(-1))
         scores = score_with_head(self.trainer, model, inputs, HeadCall(self.plan, entropy, labels, fused=fused_loss))
@@ -279,6 +299,7 @@ class ScoringMethod(Standing):
         input_ids: Tensor,
         attention_mask: Tensor,
         scored: Tensor,
+        counted: Tensor,
         entropy: Entropy,
         inputs: dict,
         fused_loss: FusedLoss | None,
@@ -290,8 +311,7 @@ class ScoringMethod(Standing):
         inputs["input_ids"] = packed.input_ids
         if self.explicit_positions:
             inputs["position_ids"] = packed.position_ids
-        scored, fused_loss = _counted(scored, fused_loss)
-        labels = packed.take(input_ids.masked_fill(~scored, _IGNORE))[:, 1:]
+        labels = packed.take(input_ids.masked_fill(~counted, _IGNORE))[:, 1:]
         if fused_loss is not None:
             fused_loss = fused_loss.map(lambda x: packed.take(x)[:, 1:].reshape(-1))
         scores = score_with_head(self.trainer, model, inputs, HeadCall(self.plan, entropy, labels, fused=fused_loss))
@@ -303,6 +323,7 @@ class ScoringMethod(Standing):
         input_ids: Tensor,
         attention_mask: Tensor,
         scored: Tensor,
+        counted: Tensor,
         entropy: Entropy,
         inputs: dict,
         fused_loss: FusedLoss | None,
@@ -312,8 +333,7 @@ class ScoringMethod(Standing):
         packed = pack(input_ids, attention_mask, prompts, self.share_prefix and not inputs)
         layout = Layout(tuple(packed.segments))
         inputs |= {"input_ids": packed.tokens, "position_ids": packed.position_ids, LAYOUT_ARGUMENT: layout}
-        scored, fused_loss = _counted(scored, fused_loss)
-        place = scored.flatten().nonzero().squeeze(1)
+        place = counted.flatten().nonzero().squeeze(1)
         if fused_loss is not None:
             fused_loss = fused_loss.map(lambda x: x.flatten()[place])
         labels, source = (values.flatten()[place] for values in (input_ids, packed.previous()))
@@ -327,17 +347,9 @@ class ScoringMethod(Standing):
         count = call.labels.shape[0]
 
         def beside_tokens(values: Tensor) -> Tensor:
-            return values.new_zeros(scored.shape).masked_scatter(scored, values[0, :count])
+            return values.new_zeros(counted.shape).masked_scatter(counted, values[0, :count])
 
         return scores.map(beside_tokens)
-
-
-def _counted(scored: Tensor, fused_loss: FusedLoss | None) -> tuple[Tensor, FusedLoss | None]:
-    """What is scored: with a fused loss, what that counts."""
-    if fused_loss is None:
-        return scored, None
-    counted = scored & fused_loss.counted
-    return counted, replace(fused_loss, counted=counted)
 
 
 def _cannot_be_packed(attention_mask: Tensor, scored: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, overrides
+from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, loss_mask, overrides
 
 
 class Kept(NamedTuple):
@@ -59,9 +59,7 @@ def skipping_obstacle(trainer: GRPOTrainer) -> str:
 
 def kept_rows(inputs: dict[str, Any]) -> Kept | None:
     """The rows of a micro-batch that have a gradient; None = all."""
-    mask = inputs["completion_mask"]
-    if "tool_mask" in inputs:
-        mask = mask * inputs["tool_mask"]
+    mask = loss_mask(inputs)
     advantages = inputs["advantages"]
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
