@@ -29,7 +29,7 @@ class StepMetrics(TrainerCallback):
 
     def __init__(self, trainer: GRPOTrainer | None, clock: StepClock, freshness: Freshness | None) -> None:
         self._trainer, self._clock, self._freshness = trainer, clock, freshness
-        self._began = 0.0
+        self._began: float | None = None  # a step whose beginning was not seen has no times
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepMetrics:
         return StepMetrics(None, StepClock(), None)
@@ -49,9 +49,10 @@ class StepMetrics(TrainerCallback):
         if self._trainer is None:
             return
         metrics = self._trainer._metrics["train"]
-        for name, seconds in self._clock.phases(time.perf_counter() - self._began).items():
-            metrics[f"time/{name}"].append(seconds)
-        metrics[_TOKENS].append(float(self._clock.tokens_padded or 0))
+        if self._began is not None:
+            for name, seconds in self._clock.phases(time.perf_counter() - self._began).items():
+                metrics[f"time/{name}"].append(seconds)
+            metrics[_TOKENS].append(float(self._clock.tokens_padded or 0))
         for name, value in self._freshness.step_ends().items():
             metrics[name] = [WORST[name]([*metrics[name], value])]
 

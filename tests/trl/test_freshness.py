@@ -310,6 +310,52 @@ def test_what_was_sampled_before_a_checkpoint_was_loaded_is_unknown(tmp_path):
             trainer.train(resume_from_checkpoint=True)
 
 
+def test_what_was_sampled_before_the_best_checkpoint_came_back_is_unknown(tmp_path):
+    trainer = tiny_trainer(
+        tmp_path,
+        max_steps=2,
+        num_iterations=4,
+        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:2] * 4}),
+        rollout_func=Sampler(lambda step: step),
+        **{f"{kind}_strategy": "steps" for kind in ("eval", "save")},
+        **{f"{kind}_steps": 1 for kind in ("eval", "save")},
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+    )
+    with fastgrpo.patch(trainer, fastgrpo.Options(on_stale="error")):
+        trainer.train()
+        with pytest.raises(StaleRolloutError, match="before a checkpoint was loaded"):
+            trainer.train()
+
+
+def test_weights_that_a_callback_changes_between_two_steps_are_those_of_the_next_one(tmp_path):
+    class Shrinks(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            with torch.no_grad():
+                for parameter in trained_parameters(trainer):
+                    trainer.model.get_parameter(parameter).mul_(0.5)
+
+    trainer = tiny_trainer(tmp_path, max_steps=2)
+    trainer.add_callback(Shrinks())
+    with fastgrpo.patch(trainer, fastgrpo.Options(on_stale="error")):
+        trainer.train()
+    assert steps(trainer) == [(0, 0, 0), (1, 0, 0)]
+
+
+def test_patched_in_the_middle_of_a_step_that_step_has_no_times_and_is_unknown(tmp_path):
+    class Patches(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                fastgrpo.patch(trainer)
+
+    trainer = tiny_trainer(tmp_path, max_steps=3)
+    trainer.add_callback(Patches())
+    trainer.train()
+    first, second, third = (line for line in trainer.state.log_history if "loss" in line)
+    assert not any(key.startswith(OURS) for line in (first, second) for key in line)
+    assert third["rollout/policy_version"] == 2 and 0 < third["time/update"] < 100
+
+
 def test_evaluations_expect_the_present_weights_and_are_no_steps(tmp_path, caplog):
     trainer = tiny_trainer(
         tmp_path,
