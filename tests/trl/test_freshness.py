@@ -236,6 +236,19 @@ def test_an_engine_that_did_not_get_the_weights_is_late(tmp_path, caplog):
     assert "vLLM did not get the present weights" in warnings_of(caplog)[0]
 
 
+def test_a_sync_that_somebody_else_asks_for_counts(tmp_path):
+    class Syncs(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            trainer.vllm_generation.sync_weights()
+            trainer._last_loaded_step = state.global_step
+
+    trainer = with_engine(tmp_path, max_steps=2)
+    trainer.add_callback(Syncs())
+    with fastgrpo.patch(trainer, fastgrpo.Options(on_stale="error")):
+        trainer.train()
+    assert steps(trainer) == [(0, 0, 0), (1, 0, 0)]
+
+
 def test_weights_that_stopped_on_their_way_are_of_no_version(tmp_path):
     trainer = with_engine(tmp_path, max_steps=2)
     with fastgrpo.patch(trainer, fastgrpo.Options(on_stale="error")):
