@@ -31,7 +31,7 @@ class Options:
             that is right for the model.
         share_prefix: with `"varlen"`, a prompt that several completions continue is computed once.
         skip_zero_advantage: rows with an advantage of 0, or with nothing in their loss mask, stay out of the gradient
-            forward. Loss and gradients stay the same; `entropy`, a metric, becomes the mean over the other rows.
+            forward. Loss and gradients stay the same; `entropy` and `sampling/*`, metrics, become means over the other rows.
         fused_layers: LoRA layers, RMS norms and rotary embeddings run as one function each while log-probs are computed.
         offload_activations: inputs of layers, and whatever else is kept for the backward pass, wait for it in pinned host
             memory; mini-batches are kept there too instead of computed again. Needs gradient checkpointing. On a CPU

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from sampler import SampledTrainer, policy_forwards
-from tiny import PROMPTS, tiny_trainer
+from tiny import PROMPTS, tiny_model, tiny_trainer
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 from twins import assert_same_metrics, assert_same_parameters, assert_twins, run, trained_parameters, without_ours
@@ -221,6 +221,26 @@ def test_a_patch_may_be_taken_back_amid_a_step_and_leaves_nothing(tmp_path):
     assert_same_metrics(stock_metrics, metrics)
     for name, value in trained_parameters(trainer).items():
         assert torch.allclose(value, trained_parameters(stock)[name], atol=1e-5), name
+
+
+def test_the_reference_is_told_from_the_policy_by_its_model_and_its_adapters(tmp_path):
+    trainer = tiny_trainer(tmp_path, trainer_class=SampledTrainer)
+    old = fastgrpo.patch(trainer).old
+    asked: list[bool] = []
+
+    def generate(_: Any) -> dict[str, Any]:
+        with torch.no_grad():
+            with trainer.model.disable_adapter():
+                asked.append(old.leave_out(trainer.model))
+            asked.append(old.leave_out(tiny_model()))
+            asked.extend(old.leave_out(trainer.model) for _ in range(2))
+        assert not trainer.vllm_importance_sampling_correction
+        return {"old_per_token_logps": None}
+
+    assert old.generate(generate, None) == {}
+    assert asked == [False, False, True, False] and trainer.vllm_importance_sampling_correction
+    with torch.no_grad():
+        assert not old.leave_out(trainer.model)
 
 
 class ReadsOldLogProbs(SampledTrainer):
