@@ -80,9 +80,13 @@ CASES = {
     "cispo, beta": {"loss_type": "cispo", "epsilon_high": 5.0, "beta": 0.04},
     "vespo, full": {"loss_type": "vespo", "lora": False},
     "two steps a generation": {"steps_per_generation": 4, "per_device_train_batch_size": 2},
-    "replayed, two steps a generation": {"steps_per_generation": 4, "num_iterations": 2},
+    "replayed, two steps a generation": {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 4},
     "two generations a step": {"steps_per_generation": 2, "gradient_accumulation_steps": 4},
-    "generations and steps that overlap": {"steps_per_generation": 4, "gradient_accumulation_steps": 3},
+    "generations and steps that overlap": {
+        "steps_per_generation": 4,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 4,
+    },
     "groups larger than a micro-batch": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4},
     "sequence level, truncated completions masked": {
         "importance_sampling_level": "sequence",
@@ -94,7 +98,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_groups_come_together_and_training_is_stock_s(case, tmp_path, monkeypatch):
-    settings = {"max_steps": 4, **CASES[case]}
+    settings = {"max_steps": 2, **CASES[case]}
     stock, before, as_trl, _ = trained(tmp_path, None, monkeypatch, **settings)
     ours, _, batches, tokens = trained(tmp_path, {}, monkeypatch, **settings)
     assert_twins(stock, ours, before)
@@ -108,7 +112,7 @@ def test_groups_come_together_and_training_is_stock_s(case, tmp_path, monkeypatc
 
 
 def test_rows_without_an_advantage_stay_out_in_any_order(tmp_path, monkeypatch):
-    settings = {"max_steps": 4, "reward": few}
+    settings = {"max_steps": 3, "reward": few}
     stock, before, as_trl, _ = trained(tmp_path, None, monkeypatch, **settings)
     ours, _, batches, tokens = trained(tmp_path, {"skip_zero_advantage": True}, monkeypatch, **settings)
     assert_same_parameters(stock, ours, before)
@@ -135,7 +139,7 @@ class Unpatches(TrainerCallback):
 
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}])
 def test_unpatched_in_the_middle_of_a_step_it_still_has_every_row_once(settings, tmp_path, monkeypatch):
-    settings |= {"max_steps": 4, "gradient_accumulation_steps": 4}
+    settings |= {"max_steps": 3, "gradient_accumulation_steps": 4}
     stock, before, as_trl, _ = trained(tmp_path, None, monkeypatch, **settings)
     ours, _, batches, _ = trained(tmp_path, {}, monkeypatch, Unpatches(), **settings)
     assert "_compute_loss" not in ours.__dict__

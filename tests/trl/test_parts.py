@@ -40,7 +40,7 @@ TWINS = {
 @pytest.mark.parametrize("case", TWINS)
 def test_in_parts_it_trains_as_stock_does(case, tmp_path):
     options, settings = TWINS[case]
-    twins(tmp_path, options=options, max_steps=4, **settings)
+    twins(tmp_path, options=options, max_steps=2, **settings)
 
 
 PROMPTS, COMPLETIONS, GROUPS = [30, 20] * 4, [90, 20, 80, 90, 70, 90, 0, 60], [0, 1] * 4
@@ -106,7 +106,8 @@ def test_one_part_is_alive_at_once(checkpointing, tmp_path):
         return alive.peak
 
     # The longest row has 17 % of the tokens.
-    shares = {size: peak(mini_batch_size=size) / peak() for size in (1, 4)}
+    whole = peak()
+    shares = {size: peak(mini_batch_size=size) / whole for size in (1, 4)}
     assert shares[1] < 0.35 and shares[4] < 0.75, shares
 
 
