@@ -73,17 +73,17 @@ class _Costs:
 
     def __init__(self, input_ids: Tensor, real: Tensor, scored: Tensor, layout: str, share: bool) -> None:
         self.layout, self.width = layout, input_ids.shape[1]
-        self.lengths = real.sum(1).tolist()
-        self.prompts = (real & ~scored).sum(1).tolist()
-        self.names: list[object] = list(range(len(self.lengths)))
+        prompt = real & ~scored
+        self.lengths, self.prompts = real.sum(1).tolist(), prompt.sum(1).tolist()
+        self.names = list(range(len(self.lengths)))
         if layout == "varlen" and share:
-            rows = zip(input_ids.tolist(), (real & ~scored).tolist(), strict=True)
-            prompts = [tuple(token for token, kept in zip(*row, strict=True) if kept) for row in rows]
-            self.names = [prompt or number for number, prompt in enumerate(prompts)]
+            first: dict[object, int] = {}
+            for row, (ids, kept) in enumerate(zip(input_ids.cpu(), prompt.cpu(), strict=True)):
+                self.names[row] = first.setdefault(tuple(ids[kept].tolist()) or row, row)
 
     def groups(self) -> list[list[int]]:
         """Rows that share a prompt, the longest row first; the most expensive group first."""
-        found: dict[object, list[int]] = {}
+        found: dict[int, list[int]] = {}
         for row in sorted(range(len(self.lengths)), key=lambda row: -self.lengths[row]):
             found.setdefault(self.names[row], []).append(row)
         return sorted(found.values(), key=lambda group: -self(group))
