@@ -180,6 +180,12 @@ class ScoringMethod(Standing):
         )
         return logprobs, entropy
 
+    def _possible(self, model: torch.nn.Module, attention_mask: Tensor, scored: Tensor, layout: Layouts) -> Layouts:
+        """The layout, or the one that rows which it is not possible for get."""
+        if layout == "varlen" and not is_installed(attention_of(model, self.trainer)):
+            layout = self._without_varlen(model)
+        return "none" if layout != "none" and _cannot_be_packed(attention_mask, scored) else layout
+
     def _without_varlen(self, model: torch.nn.Module) -> Layouts:
         """The layout for a model whose attention was exchanged since the patch; said once."""
         if not self._said:
@@ -214,9 +220,10 @@ class ScoringMethod(Standing):
         fused_loss: FusedLoss | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.limits:
-            scored = torch.zeros_like(attention_mask, dtype=torch.bool)
-            scored[:, input_ids.shape[1] - logits_to_keep :] = True
-            parts = self.limits.split(input_ids, attention_mask, scored, self.layout, self.share_prefix)
+            scored = attention_mask != 0
+            scored[:, : input_ids.shape[1] - logits_to_keep] = False
+            layout = self._possible(model, attention_mask, scored, self.layout)
+            parts = self.limits.split(input_ids, attention_mask, scored, layout, self.share_prefix)
             if len(parts) > 1:
 
                 def score(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -252,10 +259,7 @@ class ScoringMethod(Standing):
         attention_mask = (attention_mask != 0).to(input_ids.dtype)
         scored = attention_mask.bool()
         scored[:, : input_ids.shape[1] - logits_to_keep] = False
-        if layout == "varlen" and not is_installed(attention_of(model, self.trainer)):
-            layout = self._without_varlen(model)
-        if layout != "none" and _cannot_be_packed(attention_mask, scored):
-            layout = "none"
+        layout = self._possible(model, attention_mask, scored, layout)
         score = {"varlen": self._score_varlen, "left": self._score_left, "none": self._score_padded}[layout]
         inputs = {"output_router_logits": True} if compute_aux_loss else {}
 

@@ -206,6 +206,20 @@ def test_a_group_stays_together_where_it_fits():
     assert split(tokens=42) == [list(range(8))]
 
 
+def test_rows_that_keep_trl_s_padding_are_counted_with_it(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    ids, mask, width = batch([4] * 4, [6] * 4, [0, 1, 2, 3])
+    mask[0, :4] = 0  # an empty prompt
+    widths = []
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    with fastgrpo.patch(trainer, fastgrpo.Options(max_tokens_per_microbatch=20)), torch.no_grad():
+        widths.clear()
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)
+    assert len(widths) == 2 and max(widths) <= 20
+
+
 class OwnScores(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
