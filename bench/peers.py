@@ -108,14 +108,14 @@ def peers(dtype: torch.dtype, device: torch.device | None = None) -> list[Peer]:
     """All peers for inputs of a dtype on a device; `fastgrpo` and the two of TRL are always first."""
     trl_missing = _missing("trl.kernels.chunked_logprob", "trl")
     found = [
-        Peer("fastgrpo", _scorer(_fastgrpo, compact=False)),
+        Peer("fastgrpo", _fastgrpo_head),
         Peer("TRL, as called", _scorer(_trl, compact=False), missing=trl_missing),
         Peer("TRL, scored rows", _scorer(_trl, compact=True), missing=trl_missing),
         Peer("fastgrpo, fused loss", _fastgrpo_loss, ("trained",)),
     ]
     if device is not None and device.type == "cuda":
-        small = partial(_fastgrpo, chunk_bytes=_SMALL_CHUNK)
-        found.append(Peer("fastgrpo, chunks of 128 MiB", _scorer(small, compact=False), ("forward", "frozen")))
+        small = partial(_fastgrpo_head, chunk_bytes=_SMALL_CHUNK)
+        found.append(Peer("fastgrpo, chunks of 128 MiB", small, ("forward", "frozen")))
     else:
         # On CUDA, float32 products are ten times slower than 16-bit ones.
         found.append(Peer("full logits, fp32", _scorer(_full_logits_fp32, compact=True)))
@@ -229,15 +229,22 @@ def _scorer(score: Score, compact: bool) -> Callable[[Problem, str], Output]:
     return run
 
 
+def _fastgrpo_head(problem: Problem, task: str, chunk_bytes: int | None = None) -> Output:
+    # As the patched trainer calls it: where it packs, every row it passes is scored, and it says so.
+    score = partial(_fastgrpo, chunk_bytes=chunk_bytes, skip_ignored=not problem.all_scored)
+    return _scorer(score, compact=False)(problem, task)
+
+
 def _fastgrpo(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     task: str,
     softcap: float | None,
-    chunk_bytes: int | None = None,
+    chunk_bytes: int | None,
+    skip_ignored: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    # As the patched trainer calls it: entropy is logged in the loss forward, nobody asks for it in the other passes.
+    # Entropy is logged in the loss forward, nobody asks for it in the other passes.
     return fastgrpo.linear_logprob(
         hidden,
         weight,
@@ -246,6 +253,7 @@ def _fastgrpo(
         return_entropy=task != "forward",
         chunk_bytes=chunk_bytes,
         entropy_requires_grad=task == "entropy",
+        skip_ignored=skip_ignored,
     )
 
 
