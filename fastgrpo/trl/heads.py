@@ -61,7 +61,7 @@ class HeadCall:
         elif self.labels is not None and self.labels.shape == targets.shape:
             targets = self.labels
         elif fused is not None:
-            scored = self.labels != -100
+            scored = (self.labels != -100).nonzero().squeeze(1)
             fused = fused.map(lambda x: x[scored])
         options |= {
             "chunk_bytes": self.plan.chunk_bytes,

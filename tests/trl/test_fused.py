@@ -17,10 +17,12 @@ from trl import GRPOTrainer
 from twins import assert_twins, run
 
 import fastgrpo
+from fastgrpo.chunking import ChunkPlan
 from fastgrpo.kernels import reference
 from fastgrpo.kernels.backends import Backend
 from fastgrpo.objective import RowTerms
 from fastgrpo.trl.fused import FusedLoss, attached
+from fastgrpo.trl.heads import HeadCall
 from fastgrpo.trl.loss import LossPass
 
 PRODUCTS = ("project", "back_project", "add_weight_grad")
@@ -225,6 +227,21 @@ def test_what_is_not_computed_has_a_ratio_of_one_whatever_its_old_log_prob():
     )
     logprobs, _ = loss_pass.scored(torch.tensor([[-0.5, 0.0]]), None)
     assert logprobs.tolist() == [[-0.5, -1e4]] and logprobs.requires_grad
+
+
+def test_rows_that_trl_leaves_out_on_cuda_are_left_out_of_the_terms():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(4, 8, generator=generator), torch.randn(11, 8, generator=generator, requires_grad=True)
+    labels = torch.tensor([5, -100, 7, -100])
+    terms = RowTerms(torch.tensor([1.0, 9.0, -3.0, 9.0]), torch.tensor([0.5, 0.0, 0.25, 0.0]))
+    losses = []
+    for rows in (slice(None), labels != -100):
+        fused = FusedLoss(fastgrpo.Objective(), terms, labels != -100)
+        call = HeadCall(ChunkPlan(), "detached", labels, fused=fused)
+        call.score(hidden[rows], weight, None, labels[rows], temperature=1.0, return_entropy=True)
+        losses.append(fused.found[0].item())
+    # Every ratio is 1: the loss is the negative weighted sum of the advantages.
+    assert losses == pytest.approx([0.25, 0.25])
 
 
 def test_the_gradient_of_an_attached_loss_goes_to_one_log_prob():
