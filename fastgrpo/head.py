@@ -280,7 +280,7 @@ def linear_grpo_rows(
     Args:
         hidden, weight, targets, bias, temperature, logit_scale, softcap, chunk_bytes, compute_dtype, num_chunks,
             logit_chunk_multiplier: as in `linear_logprob`.
-        terms: `[N]` each, in fp32 (fp64 for fp64 products).
+        terms: `[N]` each, in fp32 (fp64 for fp64 products); `token_weights` is 0 where a target is ignored.
         objective: one that is row-local, see `fastgrpo.objective.row_local_terms_exist`.
 
     Returns:
