@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 Status = Literal["ok", "hint", "wrong", "skipped"]
 
 
@@ -80,7 +82,11 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read as YAML or JSON: {str(error).splitlines()[0]}.") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{path} holds a {type(settings).__name__}; give a file of names and values.")
-    return settings
+    # YAML takes 1e-5 for a text, and TRL's parser makes a number of it.
+    return {
+        name: float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+        for name, value in settings.items()
+    }
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

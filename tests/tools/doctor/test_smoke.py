@@ -31,7 +31,10 @@ def reward_file(tmp_path, body):
 
 def test_seconds_per_step_times_steps_is_the_wall_clock(toy, tmp_path, capsys):
     config = tmp_path / "grpo.yaml"
-    config.write_text("max_steps: 400\nper_device_train_batch_size: 8\nmax_completion_length: 4\nlora_r: 4\n")
+    # YAML reads this learning rate as a text.
+    config.write_text(
+        "max_steps: 400\nper_device_train_batch_size: 8\nmax_completion_length: 4\nlora_r: 4\nlearning_rate: 1e-4\n"
+    )
     reward = reward_file(tmp_path, "return [float(len(set(text))) for text in completions]")
     arguments = ["doctor", "--smoke", "--no-step", "--model", str(toy), "--config", str(config), "--rewards", reward]
     assert cli.main([*arguments, "--json"]) == 0
