@@ -137,9 +137,10 @@ def check_limits(trainer: GRPOTrainer, limits: Limits) -> None:
 
 def score_in_parts(
     model: torch.nn.Module,
-    score: Callable[[torch.nn.Module, Tensor, Tensor], Outputs],
+    score: Callable[[torch.nn.Module, Tensor, Tensor, Tensor | None], Outputs],
     input_ids: Tensor,
     attention_mask: Tensor,
+    counted: Tensor | None,
     parts: list[Tensor],
     recompute: bool = True,
 ) -> Outputs:
@@ -152,21 +153,22 @@ def score_in_parts(
         score: of a model and some rows; runs again in the backward pass, with the random numbers and the autocast of its
             first run, possibly in another thread.
         input_ids, attention_mask: `[B, L]`.
+        counted: `[B, T]` bool, tokens that are computed; None = all.
         parts: from `Limits.split`.
         recompute: False = what a part needs for its backward pass stays.
     """
 
-    def forward(module: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Outputs:
+    def forward(module: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, counted: Tensor | None) -> Outputs:
         run_again = partial(checkpoint, use_reentrant=False)
         # Their random number generators are restored along with those of the rows' device.
         devices = [torch.empty(0, device=device) for device in {p.device for p in module.parameters()}]
 
-        def one(input_ids: Tensor, attention_mask: Tensor, *devices: Tensor) -> Outputs:
-            return score(module, input_ids, attention_mask)
+        def one(input_ids: Tensor, attention_mask: Tensor, counted: Tensor | None, *devices: Tensor) -> Outputs:
+            return score(module, input_ids, attention_mask, counted)
 
         results = []
         for number, rows in enumerate(parts):
-            given = (input_ids[rows], attention_mask[rows], *devices)
+            given = (input_ids[rows], attention_mask[rows], None if counted is None else counted[rows], *devices)
             # What the last part needs is needed first: the backward pass starts there.
             kept = number == len(parts) - 1 or not recompute or not torch.is_grad_enabled()
             results.append(one(*given) if kept else run_again(one, *given))
@@ -178,11 +180,11 @@ def score_in_parts(
         )
 
     if not isinstance(model, DistributedDataParallel):
-        return forward(model, input_ids, attention_mask)
+        return forward(model, input_ids, attention_mask, counted)
     inner = model.module
     model._modules["module"] = _StandIn(inner, forward)
     try:
-        return model(input_ids, attention_mask)
+        return model(input_ids, attention_mask, counted)
     finally:
         model._modules["module"] = inner
 

@@ -226,12 +226,14 @@ class ScoringMethod(Standing):
             parts = self.limits.split(input_ids, attention_mask, scored, layout, self.share_prefix)
             if len(parts) > 1:
 
-                def score(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-                    return self._score(model, ids, mask, logits_to_keep, entropy, False, self.layout)[:2]
+                def score(
+                    model: torch.nn.Module, ids: Tensor, mask: Tensor, counted: Tensor | None
+                ) -> tuple[Tensor, Tensor | None]:
+                    return self._score(model, ids, mask, logits_to_keep, entropy, False, self.layout, counted)[:2]
 
                 # What is kept of a part in host memory is not alive on the device.
                 recompute = self.offload is None
-                return *score_in_parts(model, score, input_ids, attention_mask, parts, recompute), None
+                return *score_in_parts(model, score, input_ids, attention_mask, counted, parts, recompute), None
         return self._score(
             model,
             input_ids,
