@@ -38,6 +38,7 @@ class DirectWrite:
     def __init__(self, model: nn.Module, load: Callable[[Iterable[tuple[str, Tensor]]], Any]) -> None:
         self.model, self.load = model, load
         self._copies: dict[str, list[_Copy]] = {}
+        self._shapes: dict[str, torch.Size] = {}
         self._learns = True
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -48,7 +49,7 @@ class DirectWrite:
         does more than that, go through the loader; so does everything where a parameter has moved since.
 
         Args:
-            weights: (name, whole tensor), contiguous; a name always with the same shape.
+            weights: (name, whole tensor).
         """
         if self._copies and self._moved():
             self._copies = {}
@@ -70,12 +71,13 @@ class DirectWrite:
             for name, copies in recorder.copies.items()
             if all(_storage(copy.target) in writable for copy in copies)
         }
+        self._shapes = recorder.shapes
         self._learns = bool(self._copies)
 
     def _write_known(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Writes what it knows how to; the rest comes out."""
         for name, weight in weights:
-            if name not in self._copies or not weight.is_contiguous():
+            if name not in self._copies or weight.shape != self._shapes[name] or not weight.is_contiguous():
                 yield name, weight
                 continue
             with torch.no_grad():
@@ -98,10 +100,12 @@ class _Recorder(TorchDispatchMode):
         self.copies: dict[str, list[_Copy]] = {}
         self.else_written: set[int] = set()
         """Storages that were written in another way than by copies of watched tensors."""
+        self.shapes: dict[str, torch.Size] = {}
         self._watched: dict[int, tuple[StorageWeakRef, str, int]] = {}
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights:
+            self.shapes[name] = weight.shape
             alive = StorageWeakRef(weight.untyped_storage())
             self._watched[_storage(weight)] = alive, name, weight.storage_offset()
             yield name, weight

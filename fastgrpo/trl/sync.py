@@ -15,7 +15,8 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -57,6 +58,7 @@ _KNOWN_SOURCES = {
     "_iter_named_params": "baab615d5c7bc3e1",
     "_fix_param_name_to_vllm": "c42c3965795e12dc",
 }
+_MEMORY = Path("/dev/shm")
 # Mean difference of log-probs. In 16 bit, or with one side in 4 bit, the same model stays well below.
 _SAME_MODEL_NATS = 0.5
 
@@ -156,7 +158,7 @@ class AdapterInEngine(WeightSync):
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         super().__init__(trainer)
-        self.folder = AdapterFolder(Path(tempfile.gettempdir()))
+        self.folder = AdapterFolder(_MEMORY if _in_memory() else Path(tempfile.gettempdir()))
         self.request: Any = None
         self.version = 0
         self.base_written = False
@@ -191,10 +193,8 @@ class AdapterInEngine(WeightSync):
         previous, self.version = self.request, self.version + 1
         folder = self.folder.write(self.generation.model, str(self.version))
         request = LoRARequest(lora_name=f"fastgrpo-{self.version}", lora_int_id=self.version, lora_path=str(folder))
-        try:
+        with self.folder.kept_if_read(str(self.version)):
             engine.add_lora(request)
-        finally:
-            self.folder.forget(str(self.version))
         self.request = request
         if previous is not None:
             engine.remove_lora(previous.lora_int_id)
@@ -246,10 +246,8 @@ class AdapterOnServer(WeightSync):
         card = self.server.models()[0]
         self._compare_base(card)
         folder = self.folder.write(self.generation.model, "check")
-        try:
+        with self.folder.kept_if_read("check"):
             self.server.load(f"fastgrpo-{self.run}-check", folder)
-        finally:
-            self.folder.forget("check")
         self.server.unload(f"fastgrpo-{self.run}-check")
 
     def _compare_base(self, card: dict[str, Any]) -> None:
@@ -287,10 +285,8 @@ class AdapterOnServer(WeightSync):
         self.count += 1
         name = f"fastgrpo-{self.run}-step{self.trainer.state.global_step}-{self.count}"
         folder = self.folder.write(self.generation.model, name)
-        try:
+        with self.folder.kept_if_read(name):
             self.server.load(name, folder)
-        finally:
-            self.folder.forget(name)
         previous, self.name = self.name, name
         if previous is not None:
             self._unload(previous)
@@ -315,6 +311,8 @@ class AdapterFolder:
     """
     Adapters on their way, in a folder of their own that goes with this object.
 
+    The last one that was read stays: an engine that had to drop it, for another client's adapter say, reads it again.
+
     Args:
         parent: where the folder is made.
     """
@@ -322,6 +320,7 @@ class AdapterFolder:
     def __init__(self, parent: Path) -> None:
         parent.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.TemporaryDirectory(prefix="fastgrpo-adapter-", dir=parent)
+        self._last: str | None = None
 
     def write(self, model: torch.nn.Module, name: str) -> Path:
         """Saves the model's adapter; its folder."""
@@ -329,8 +328,19 @@ class AdapterFolder:
         save_adapter(model, folder)
         return folder
 
-    def forget(self, name: str) -> None:
-        """Deletes an adapter that was read."""
+    @contextmanager
+    def kept_if_read(self, name: str) -> Iterator[None]:
+        """While inside, an adapter is read; afterwards the one before it is deleted, or this one where an error came."""
+        try:
+            yield
+        except BaseException:
+            self._delete(name)
+            raise
+        if self._last is not None:
+            self._delete(self._last)
+        self._last = name
+
+    def _delete(self, name: str) -> None:
         shutil.rmtree(Path(self._folder.name) / name, ignore_errors=True)
 
     def remove(self) -> None:
@@ -445,10 +455,13 @@ def _adapter_obstacle(trainer: GRPOTrainer, colocate: bool, peft: bool, engine_r
 
 def _shared_folder(trainer: GRPOTrainer, url: str) -> Path:
     """Where trainer and server both read: memory on this machine, else the output folder, which may be on a shared disk."""
-    memory = Path("/dev/shm")
-    if is_this_machine(url) and os.access(memory, os.W_OK):
-        return memory
+    if is_this_machine(url) and _in_memory():
+        return _MEMORY
     return Path(trainer.args.output_dir).resolve() / "adapters"
+
+
+def _in_memory() -> bool:
+    return os.access(_MEMORY, os.W_OK)
 
 
 def is_this_machine(url: str) -> bool:

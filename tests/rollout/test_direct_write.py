@@ -62,7 +62,7 @@ def test_what_was_copied_once_is_copied_again_without_the_loader():
     assert engine.loads == 3
 
 
-def test_unknown_names_and_transposed_tensors_go_through_the_loader():
+def test_unknown_names_transposed_tensors_and_other_shapes_go_through_the_loader():
     engine = Engine()
     write = DirectWrite(engine, engine.load_weights)
     write(weights(1, ("q", "part")))
@@ -73,6 +73,8 @@ def test_unknown_names_and_transposed_tensors_go_through_the_loader():
     part = torch.randn(4, 6).T
     write([("part", part)])
     assert engine.loads == 4 and torch.equal(engine.part, part[3:])
+    write([("part", torch.ones(7, 4))])
+    assert engine.loads == 5
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,19 @@ def test_what_is_no_plain_lora_of_linear_layers_is_named(config, reason):
     assert reason in merge_obstacle(adapted(**config))
 
 
+def test_a_base_that_is_no_plain_matrix_can_have_an_adapter_and_cannot_be_merged():
+    class Packed(torch.nn.Linear):
+        """As 4-bit layers are."""
+
+    base = tiny_model("qwen3")
+    base.model.layers[1].self_attn.v_proj = Packed(32, 16, bias=False)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=QKV))
+    assert lora_obstacle(model) == "" and adapter_obstacle(model) == ""
+    assert "the base of model.layers.1.self_attn.v_proj is a" in merge_obstacle(model) and "Packed" in merge_obstacle(
+        model
+    )
+
+
 def test_experts_under_lora_other_methods_and_several_adapters_are_named():
     experts = adapted("qwen3 moe", target_parameters=["mlp.experts.gate_up_proj"])
     assert "target_parameters" in lora_obstacle(experts)

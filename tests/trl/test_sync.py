@@ -7,8 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from packaging.version import Version
-from tiny import tiny_trainer
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model, tiny_trainer
 from trl import GRPOConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -86,3 +88,33 @@ def test_one_gpu_for_server_and_full_training_is_an_error_that_names_colocate(mo
         fitted._refuse_one_gpu(generation)
     generation.server_base_url = "http://elsewhere:8000"
     fitted._refuse_one_gpu(generation)
+
+
+def test_an_engine_that_packs_its_weights_is_named(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    model.weight.data = torch.empty(0)
+    runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner))
+    llm = SimpleNamespace(llm_engine=llm_engine)
+    trainer = SimpleNamespace(vllm_generation=SimpleNamespace(llm=llm))
+    assert "packs its weights" in sync._merged_obstacle(trainer, colocate=True, peft=False, engine_runs_lora=False)
+    model.weight.data = torch.zeros(2, 2)
+    assert sync._merged_obstacle(trainer, colocate=True, peft=False, engine_runs_lora=False) == ""
+
+
+def test_the_adapter_an_engine_read_last_stays_until_the_next_and_one_it_could_not_read_goes(tmp_path):
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(r=2, target_modules=["q_proj"]))
+    folder = sync.AdapterFolder(tmp_path / "adapters")
+    first = folder.write(model, "1")
+    with folder.kept_if_read("1"):
+        pass
+    broken = folder.write(model, "2")
+    with pytest.raises(KeyboardInterrupt), folder.kept_if_read("2"):
+        raise KeyboardInterrupt
+    assert first.exists() and not broken.exists()
+    second = folder.write(model, "3")
+    with folder.kept_if_read("3"):
+        assert first.exists()
+    assert second.exists() and not first.exists()
+    folder.remove()
+    assert not list((tmp_path / "adapters").iterdir())
