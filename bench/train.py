@@ -182,10 +182,12 @@ def _build_trainer(
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", padding_side="left"
     )
+    # TRL loads a base that is not trained in 16 bits; the adapters, and the model's rotary frequencies, stay in float32.
+    frozen_in_16 = precision == "bfloat16" and device.type == "cuda" and kind == "lora"
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(workload.config())
-    if precision == "bfloat16" and device.type == "cuda" and kind == "lora":
-        model = model.to(torch.bfloat16)  # as TRL loads a base that is not trained; the adapters stay in float32
+        model = transformers.AutoModelForCausalLM.from_config(
+            workload.config(), dtype=torch.bfloat16 if frozen_in_16 else torch.float32
+        )
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         seen.append([list(ids) for ids in completion_ids])

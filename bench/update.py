@@ -341,10 +341,12 @@ def build_trainer(
         eos_token="<eos>",
         padding_side="left",
     )
+    # TRL loads a base that is not trained in 16 bits; the adapters, and the model's rotary frequencies, stay in float32.
+    frozen_in_16 = precision == "bfloat16" and device.type == "cuda" and kind == "lora"
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(workload.config())
-    if precision == "bfloat16" and device.type == "cuda" and kind == "lora":
-        model = model.to(torch.bfloat16)  # as TRL loads a base that is not trained; the adapters stay in float32
+        model = transformers.AutoModelForCausalLM.from_config(
+            workload.config(), dtype=torch.bfloat16 if frozen_in_16 else torch.float32
+        )
     count = batch["prompt_ids"].shape[0]
     accumulation = count // workload.micro_batch
     arguments = trl.GRPOConfig(
