@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import math
 import os
 import statistics
 import tempfile
@@ -23,10 +22,10 @@ import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import fastgrpo
 from bench import report
+from bench.text import end_bias, odd_tokens, prompts, word_tokenizer
 from bench.update import LORA_LAYERS, PATCHED, QUICK, QWEN3_512, STOCK, Workload
 
 PARTS = ("sync", "steps", "large", "sleep")
@@ -135,7 +134,7 @@ class _Bench:
             os.environ.pop(name, None)
         torch.manual_seed(0)
         folder = self.folder / f"{workload.hidden}x{workload.layers}"
-        tokenizer = _tokenizer(workload)
+        tokenizer = word_tokenizer(workload)
         config = workload.config()
         config.architectures, config.dtype = ["Qwen3ForCausalLM"], self.dtype
         if not folder.exists():
@@ -150,9 +149,9 @@ class _Bench:
         try:
             trainer = trl.GRPOTrainer(
                 model=model,
-                reward_funcs=_reward,
+                reward_funcs=odd_tokens,
                 args=self._arguments(workload, steps, sleep),
-                train_dataset=Dataset.from_dict({"prompt": list(_prompts(workload, steps))}),
+                train_dataset=Dataset.from_dict({"prompt": list(prompts(workload, steps))}),
                 processing_class=tokenizer,
                 peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=LORA_LAYERS),
             )
@@ -189,7 +188,7 @@ class _Bench:
             gradient_accumulation_steps=workload.prompts * workload.completions // workload.micro_batch,
             num_generations=workload.completions,
             max_completion_length=workload.completion_max,
-            generation_kwargs={"logit_bias": {1: _end_bias(workload)}},
+            generation_kwargs={"logit_bias": {1: end_bias(workload)}},
             max_steps=steps,
             logging_steps=1,
             save_strategy="no",
@@ -408,34 +407,6 @@ def _keep_cpu_weights_as_they_are() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     layers.dispatch_cpu_unquantized_gemm = unpacked
-
-
-def _tokenizer(workload: Workload) -> transformers.PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<eos>": 1} | {f"w{index}": index for index in range(2, workload.vocabulary)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
-
-
-def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
-
-
-def _end_bias(workload: Workload) -> float:
-    # As in bench/train.py: with this on its logit a text of random weights ends once in `completion_median` tokens.
-    variance = workload.hidden * workload.config().initializer_range ** 2
-    return math.log(workload.vocabulary / workload.completion_median) + variance / 2
-
-
-def _prompts(workload: Workload, steps: int) -> Iterator[str]:
-    generator = torch.Generator().manual_seed(0)
-    low, high = workload.prompt_tokens
-    for _ in range(workload.prompts * steps):
-        length = int(torch.randint(low, high + 1, (1,), generator=generator))
-        ids = torch.randint(2, workload.vocabulary, (length,), generator=generator)
-        yield " ".join(f"w{index}" for index in ids.tolist())
 
 
 def _ratios(part: str, lines: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import statistics
 import tempfile
 import time
@@ -18,11 +17,11 @@ import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import fastgrpo
 from bench import report
 from bench.measure import MIB
+from bench.text import end_bias, odd_tokens, prompts, word_tokenizer
 from bench.update import LORA_LAYERS, PATCHED, QUICK, QWEN3_512, STOCK, Workload
 
 # Of the metrics that TRL logs, those that the first step's forward decides; the others are times, counts or learning rates.
@@ -176,12 +175,6 @@ def _build_trainer(
     seen: list[list[list[int]]],
 ) -> trl.GRPOTrainer:
     torch.manual_seed(0)
-    words = {"<pad>": 0, "<eos>": 1} | {f"w{index}": index for index in range(2, workload.vocabulary)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
     # TRL loads a base that is not trained in 16 bits; the adapters, and the model's rotary frequencies, stay in float32.
     frozen_in_16 = precision == "bfloat16" and device.type == "cuda" and kind == "lora"
     with device:
@@ -191,7 +184,7 @@ def _build_trainer(
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         seen.append([list(ids) for ids in completion_ids])
-        return [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+        return odd_tokens(completion_ids)
 
     arguments = trl.GRPOConfig(
         output_dir=folder,
@@ -199,7 +192,7 @@ def _build_trainer(
         gradient_accumulation_steps=workload.prompts * workload.completions // workload.micro_batch,
         num_generations=workload.completions,
         max_completion_length=workload.completion_max,
-        generation_kwargs={"sequence_bias": [[[1], _end_bias(workload)]]},
+        generation_kwargs={"sequence_bias": [[[1], end_bias(workload)]]},
         max_steps=steps,
         logging_steps=1,
         save_strategy="no",
@@ -214,28 +207,12 @@ def _build_trainer(
         model=model,
         reward_funcs=reward,
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": list(_prompts(workload, steps))}),
-        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": list(prompts(workload, steps))}),
+        processing_class=word_tokenizer(workload),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=LORA_LAYERS) if kind == "lora" else None,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
-
-
-def _end_bias(workload: Workload) -> float:
-    # Random weights end a text once in V tokens. Their logits have a variance of H times that of the initialisation, so
-    # the sum of V exponentials is V exp(H var / 2) about; with this bias a text ends once in `completion_median` tokens.
-    variance = workload.hidden * workload.config().initializer_range ** 2
-    return math.log(workload.vocabulary / workload.completion_median) + variance / 2
-
-
-def _prompts(workload: Workload, steps: int) -> Iterator[str]:
-    generator = torch.Generator().manual_seed(0)
-    low, high = workload.prompt_tokens
-    for _ in range(workload.prompts * steps):
-        length = int(torch.randint(low, high + 1, (1,), generator=generator))
-        ids = torch.randint(2, workload.vocabulary, (length,), generator=generator)
-        yield " ".join(f"w{index}" for index in ids.tolist())
 
 
 def _cells(lines: list[dict[str, Any]]) -> Iterator[list[str]]:
