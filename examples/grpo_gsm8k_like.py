@@ -1,7 +1,7 @@
 """GRPO on word problems of the kind that GSM8K has, made on the spot. `import fastgrpo.auto` is all that is not TRL's.
 
 python examples/grpo_gsm8k_like.py                                 # Qwen2.5-0.5B with LoRA; wants a GPU
-python examples/grpo_gsm8k_like.py --tiny --max_steps 3            # an untrained toy on a CPU, nothing downloaded
+python examples/grpo_gsm8k_like.py --tiny                          # an untrained toy, 20 steps on a CPU, nothing downloaded
 python examples/grpo_gsm8k_like.py --fastgrpo_packing left --beta 0.0
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset
-from offline import tiny_model, tiny_tokenizer
+from offline import TINY_STEPS, tiny_model, tiny_tokenizer
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
     parser = TrlParser((Script, GRPOConfig))
     parser.set_defaults(
         output_dir="grpo_gsm8k_like",
-        max_steps=200,
+        max_steps=0,  # not given
         num_generations=8,
         per_device_train_batch_size=8,
         max_completion_length=256,
@@ -82,6 +82,7 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
         save_strategy="no",
     )
     script, config = parser.parse_args_and_config(arguments)
+    config.max_steps = config.max_steps or (TINY_STEPS if script.tiny else 200)
     source = random.Random(0)
     rows = [problem(source) for _ in range(script.problems)]
     model, tokenizer, lora = script.model, None, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")

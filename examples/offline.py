@@ -8,6 +8,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+TINY_STEPS = 20
+"""What a toy is trained for where nobody says, well under a minute."""
 CHARACTERS = "0123456789+-=#.,?:' abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: "

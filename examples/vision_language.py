@@ -1,7 +1,7 @@
 """GRPO of a vision-language model on pictures made on the spot: what colour is it?
 
 python examples/vision_language.py                          # Qwen2.5-VL-3B with LoRA; wants a GPU
-python examples/vision_language.py --tiny --max_steps 3     # an untrained toy on a CPU, nothing downloaded
+python examples/vision_language.py --tiny                   # an untrained toy, 20 steps on a CPU, nothing downloaded
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Image, Value
 from datasets import List as ListOf
-from offline import VISION, decoder_settings, tiny_tokenizer
+from offline import TINY_STEPS, VISION, decoder_settings, tiny_tokenizer
 from peft import LoraConfig
 from PIL import Image as Pictures
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
     parser = TrlParser((Script, GRPOConfig))
     parser.set_defaults(
         output_dir="vision_language",
-        max_steps=100,
+        max_steps=0,  # not given
         num_generations=8,
         per_device_train_batch_size=8,
         max_completion_length=16,
@@ -117,6 +117,7 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
         save_strategy="no",
     )
     script, config = parser.parse_args_and_config(arguments)
+    config.max_steps = config.max_steps or (TINY_STEPS if script.tiny else 100)
     model, processor = tiny_vision_model() if script.tiny else (script.model, None)
     if script.tiny:
         # A model that has learned nothing draws the tokens that stand for pictures, too.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset
-from offline import tiny_model, tiny_tokenizer
+from offline import TINY_STEPS, tiny_model, tiny_tokenizer
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
@@ -38,7 +38,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Script, GRPOConfig]:
         vllm_gpu_memory_utilization=0.3,
         # For vLLM's sampler; the temperature is also the one that completions are scored with.
         vllm_sampling_params={"temperature": 0.9, "min_p": 0.02, "repetition_penalty": 1.0},
-        max_steps=200,
+        max_steps=0,  # not given
         num_generations=8,
         per_device_train_batch_size=16,
         max_completion_length=512,
@@ -47,7 +47,9 @@ def parse(arguments: list[str] | None = None) -> tuple[Script, GRPOConfig]:
         report_to="none",
         save_strategy="no",
     )
-    return parser.parse_args_and_config(arguments)
+    script, config = parser.parse_args_and_config(arguments)
+    config.max_steps = config.max_steps or (TINY_STEPS if script.tiny else 200)
+    return script, config
 
 
 def few_words(completions: list[Any], **_: Any) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,16 +39,18 @@ class ChunkPlan:
             value = getattr(self, name)
             if not (isinstance(value, int) or (optional and value is None)) or isinstance(value, bool):
                 raise TypeError(f"{name} is {value!r}; give a whole number{' or None' if optional else ''}.")
-        if not (self.logit_chunk_multiplier is None or isinstance(self.logit_chunk_multiplier, int | float)):
+        if not isinstance(self.logit_chunk_multiplier, int | float | None) or isinstance(
+            self.logit_chunk_multiplier, bool
+        ):
             raise TypeError(f"logit_chunk_multiplier is {self.logit_chunk_multiplier!r}; give a number or None.")
         if self.chunk_bytes is not None and self.chunk_bytes < 1:
             raise ValueError(f"chunk_bytes is {self.chunk_bytes}; give a number of bytes of at least 1, or None.")
         if self.num_chunks != -1 and self.num_chunks < 1:
             raise ValueError(f"num_chunks is {self.num_chunks}; give -1 (automatic) or a number of at least 1.")
         if self.logit_chunk_multiplier is not None:
-            if not self.logit_chunk_multiplier > 0:
+            if not 0 < self.logit_chunk_multiplier < math.inf:
                 raise ValueError(
-                    f"logit_chunk_multiplier is {self.logit_chunk_multiplier}; give a number above 0, or None."
+                    f"logit_chunk_multiplier is {self.logit_chunk_multiplier}; give a finite number above 0, or None."
                 )
             if self.num_chunks != -1:
                 raise ValueError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,3 +39,19 @@ def test_a_multiplier_makes_that_many_times_the_chunks():
 
 def test_an_accelerator_gets_512_mib_by_default():
     assert ChunkPlan().rows(1 << 20, 1 << 17, 1, 4, CUDA) == 1024
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (True, TypeError),
+        ("2", TypeError),
+        (0, ValueError),
+        (-1.0, ValueError),
+        (math.inf, ValueError),
+        (math.nan, ValueError),
+    ],
+)
+def test_a_multiplier_is_a_finite_positive_number(value, error):
+    with pytest.raises(error, match=f"logit_chunk_multiplier is {value!r}; give a "):
+        ChunkPlan(logit_chunk_multiplier=value)

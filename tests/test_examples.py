@@ -54,6 +54,24 @@ def test_word_problems(example):
     assert script.correct(["so #### 1,204", "#### 7", "1204"], ["1204", "8", "1204"]) == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("name", ["grpo_gsm8k_like.py", "vision_language.py", "vllm_colocate.py"])
+def test_a_toy_is_trained_for_few_steps_where_nobody_says(example, name, monkeypatch):
+    """The trainer is never built."""
+    import trl
+
+    script, asked = example(name), []
+
+    def instead(trainer, *args, **kwargs):
+        asked.append(kwargs["args"].max_steps)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trl.GRPOTrainer, "__init__", instead)
+    for arguments in (["--tiny"], ["--tiny", "--max_steps", "7"]):
+        with pytest.raises(KeyboardInterrupt):
+            script.main([*arguments, "--report_to", "none"])
+    assert asked == [20, 7]
+
+
 def test_pictures(example):
     trainer = example("vision_language.py").main([*TINY, "--max_completion_length", "6", "--pictures", "4"])
     assert len(steps(trainer)) == 2 and trainer.model.config.model_type == "qwen2_5_vl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import inspect
@@ -26,7 +27,7 @@ from fastgrpo.trl.config import Options
 from fastgrpo.trl.engine import fitted_engine
 from fastgrpo.trl.left_alone import is_left_alone, left_alone, plain
 from fastgrpo.trl.patch import patch
-from fastgrpo.trl.sampling import merge_sampling_params
+from fastgrpo.trl.sampling import MERGED, check_sampling_text, merge_sampling_params, take_out_merged
 from fastgrpo.trl.tuned import can_have_reference, price_of, tuned_values
 from fastgrpo.trl.twins import options_of, settle_twins, twin_fields
 
@@ -83,6 +84,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
             ),
         ),
         *twin_fields(),
+        (MERGED, dict | str | None, dataclasses.field(default=None, metadata={"help": argparse.SUPPRESS})),
     ]
 
 
@@ -97,7 +99,7 @@ class GRPOConfig(_WithTwins, metaclass=ABCMeta):
     `fastgrpo.Options`. Precision is chosen where `bf16` and `fp16` are not given.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TRLConfig._VALID_DICT_FIELDS, "vllm_sampling_params"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TRLConfig._VALID_DICT_FIELDS, "vllm_sampling_params", MERGED]
 
     # What is said when a trainer is built with this config. A pickle of them needs nothing of fastgrpo.
     _fastgrpo_instead_of = MappingProxyType({})  # field -> TRL's value
@@ -112,6 +114,12 @@ class GRPOConfig(_WithTwins, metaclass=ABCMeta):
             self.fp16 = bool(self.fp16)
             super().__post_init__()
             return
+        if self.fastgrpo_tuned_defaults is not None and not isinstance(self.fastgrpo_tuned_defaults, bool):
+            raise ValueError(
+                f"fastgrpo_tuned_defaults is {self.fastgrpo_tuned_defaults!r}; it must be True or False, or None for what "
+                "fastgrpo.patch_trl(tuned_defaults=...) said."
+            )
+        check_sampling_text(self)
         precision = choose_precision(self.bf16, self.fp16, device=training_device(self.use_cpu))
         was_chosen = self.bf16 is None and not self.fp16
         self.bf16, self.fp16 = precision.name == "bf16", precision.name == "fp16"
@@ -121,7 +129,8 @@ class GRPOConfig(_WithTwins, metaclass=ABCMeta):
         self._settle_autocast(precision.autocast)
         settle_twins(self)
         options_of(self)  # raises on bad values
-        merge_sampling_params(self, "temperature" in untouched)
+        was_merged = take_out_merged(self)
+        merge_sampling_params(self, was_merged or "temperature" in untouched)
         if self.fastgrpo_tuned_defaults is None:
             self.fastgrpo_tuned_defaults = SWITCH.tuned_defaults
         tuned = tuned_values(self, untouched) if self.fastgrpo_tuned_defaults else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,15 @@ from fastgrpo.trl.parts import Limits
 PACKING_CHOICES = ("auto", "varlen", "left", "none")
 STALE_CHOICES = ("warn", "error", "ignore")
 SYNC_CHOICES = ("auto", "merged", "adapter", "trl")
+
+
+_SWITCH_WORDS = ("true", "false", "yes", "no", "y", "n", "t", "f", "on", "off", "none", "null")
+
+
+def names_a_path(text: str) -> bool:
+    """Whether a text given where True, False or a path is allowed is a path: it says neither yes nor no, and is no number."""
+    said = text.strip().lower()
+    return bool(said) and said not in _SWITCH_WORDS and not re.fullmatch(r"[-+]?\d+(\.\d*)?", said)
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Options:
 
     Raises:
         ValueError: a value that is not allowed.
-        TypeError: an unknown name.
+        TypeError: an unknown name, or no number for `chunk_bytes`, `num_chunks` or `logit_chunk_multiplier`.
     """
 
     chunk_bytes: int | None = None
@@ -77,8 +87,12 @@ class Options:
         for name in ("share_prefix", "skip_zero_advantage", "fused_layers", "offload_activations"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
-        if not isinstance(self.run_log, str | Path | bool) or self.run_log == "":
-            raise ValueError(f"run_log is {self.run_log!r}; give a path, True or False.")
+        if not isinstance(self.run_log, str | Path | bool) or (
+            isinstance(self.run_log, str) and not names_a_path(self.run_log)
+        ):
+            raise ValueError(
+                f"run_log is {self.run_log!r}; give a path, True or False. A folder of such a name is './NAME'."
+            )
 
     @property
     def chunk_plan(self) -> ChunkPlan:

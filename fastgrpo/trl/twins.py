@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import re
 import typing
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.trl.config import Options
+from transformers.hf_argparser import string_to_bool
+
+from fastgrpo.trl.config import Options, names_a_path
 
 PREFIX = "fastgrpo_"
 
@@ -42,20 +46,21 @@ def options_of(config: Any) -> Options:
         Options.
 
     Raises:
-        ValueError: a value that is not allowed.
+        ValueError, TypeError: a value that is not allowed, as `Options` raises.
     """
     values = {option.name: getattr(config, PREFIX + option.name) for option in dataclasses.fields(Options)}
     try:
         return Options(**values)
-    except ValueError as error:
-        raise ValueError(f"{error} (In GRPOConfig the names of these options start with {PREFIX}.)") from error
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{error} (In GRPOConfig the names of these options start with {PREFIX}.)") from error
 
 
 def settle_twins(config: Any) -> None:
     """
     Makes the twins of a config what their options take, and what JSON can hold.
 
-    A command line gives a path where True or False is allowed too as a string, and a path becomes one.
+    A command line gives a string where True, False or a path is allowed, in which the words that it has for switches are one,
+    and a path becomes a string.
 
     Args:
         config: an instance of the patched `GRPOConfig`; changed in place.
@@ -65,9 +70,10 @@ def settle_twins(config: Any) -> None:
         name = PREFIX + option.name
         value = getattr(config, name)
         if isinstance(value, Path):
-            setattr(config, name, str(value))
-        elif _is_switch_or_text(hints[option.name]) and isinstance(value, str) and value.lower() in ("true", "false"):
-            setattr(config, name, value.lower() == "true")
+            setattr(config, name, str(value) if names_a_path(str(value)) else f"./{value}")
+        elif _is_switch_or_text(hints[option.name]) and isinstance(value, str) and not names_a_path(value):
+            with contextlib.suppress(ArgumentTypeError):  # neither a path nor a switch: for Options to refuse
+                setattr(config, name, string_to_bool(value))
 
 
 def option_helps() -> dict[str, str]:

@@ -12,6 +12,7 @@ import sys
 import types
 from abc import ABC
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import tiny
@@ -217,6 +218,70 @@ def test_every_option_has_a_twin_with_its_default_and_a_help_text(patched_trl):
 def test_a_bad_value_of_a_twin_is_an_error_before_anything_is_loaded(tmp_path, patched_trl):
     with pytest.raises(ValueError, match=r"packing is 'dense'; choose one of .*start with fastgrpo_"):
         trl.GRPOConfig(str(tmp_path), fastgrpo_packing="dense")
+
+
+def test_a_value_of_the_wrong_type_names_the_twin_too(tmp_path, patched_trl):
+    with pytest.raises(TypeError, match=r"chunk_bytes is 'much'; .*start with fastgrpo_"):
+        trl.GRPOConfig(str(tmp_path), fastgrpo_chunk_bytes="much")
+
+
+SWITCHES = [field.name for field in dataclasses.fields(fastgrpo.Options) if field.type == "bool"]
+
+
+@pytest.mark.parametrize("value", ["False", "no", 0, 1, 1.0, None])
+def test_a_switch_is_true_or_false(value, tmp_path, patched_trl):
+    assert len(SWITCHES) >= 4
+    for name in SWITCHES:
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be True or False"):
+            fastgrpo.Options(**{name: value})
+        with pytest.raises(ValueError, match=rf"{name} is {value!r}; it must be True or False.*start with fastgrpo_"):
+            trl.GRPOConfig(str(tmp_path), **{f"fastgrpo_{name}": value})
+    if value is None:  # what patch_trl said
+        assert trl.GRPOConfig(str(tmp_path), fastgrpo_tuned_defaults=None).fastgrpo_tuned_defaults is True
+        return
+    with pytest.raises(ValueError, match=f"fastgrpo_tuned_defaults is {value!r}; it must be True or False"):
+        trl.GRPOConfig(str(tmp_path), fastgrpo_tuned_defaults=value)
+
+
+def of_command_line(tmp_path, value):
+    (config,) = HfArgumentParser(trl.GRPOConfig).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--fastgrpo_run_log", value]
+    )
+    return config.fastgrpo_run_log
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        *(("0", False), ("no", False), ("FALSE", False), ("f", False), ("1", True), ("yes", True), ("true", True)),
+        *((path, path) for path in ("logs", "./0", "2024-01", "..")),
+    ],
+)
+def test_a_switch_that_can_be_a_path_reads_the_words_of_a_command_line(text, read, tmp_path, patched_trl):
+    assert (
+        of_command_line(tmp_path, text) == trl.GRPOConfig(str(tmp_path), fastgrpo_run_log=text).fastgrpo_run_log == read
+    )
+    assert type(of_command_line(tmp_path, text)) is type(read)
+    if read is True or read is False:
+        with pytest.raises(ValueError, match=f"run_log is {text!r}; give a path, True or False"):
+            fastgrpo.Options(run_log=text)
+
+
+@pytest.mark.parametrize("text", ["2", "-1", "0.0", "none", "null", "off", "on", " ", ""])
+def test_neither_a_switch_nor_a_path_is_refused_everywhere(text, tmp_path, patched_trl):
+    for call in (
+        lambda: fastgrpo.Options(run_log=text),
+        lambda: trl.GRPOConfig(str(tmp_path), fastgrpo_run_log=text),
+        lambda: of_command_line(tmp_path, text),
+    ):
+        with pytest.raises(ValueError, match=f"run_log is {text!r}; give a path, True or False"):
+            call()
+
+
+def test_a_path_named_as_a_switch_stays_a_path(tmp_path, patched_trl):
+    config = trl.GRPOConfig(str(tmp_path), fastgrpo_run_log=Path("0"))
+    again = trl.GRPOConfig(**config.to_dict() | {"generation_batch_size": None})
+    assert config.fastgrpo_run_log == again.fastgrpo_run_log == "./0"
 
 
 def test_a_built_trainer_is_patched_with_the_options_of_its_config(tmp_path, patched_trl):

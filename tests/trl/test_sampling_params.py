@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import pickle
 
 import pytest
 import trl
 from sampler import fake_vllm
 from tiny import tiny_trainer
+from trl import TrlParser
 
 import fastgrpo
 
@@ -45,8 +48,10 @@ def test_its_temperature_becomes_the_scoring_temperature():
             "temperature is 1, and 0.6 in vllm_sampling",
         ),
         ({"vllm_sampling_params": {"temperature": 0.6}, "generation_kwargs": {"temperature": 0.7}}, "give it once"),
-        ({"vllm_sampling_params": {"temperature": 0}}, "must be a number above 0"),
-        ({"vllm_sampling_params": {"temperature": "hot"}}, "must be a number above 0"),
+        ({"vllm_sampling_params": {"temperature": 0}}, "must be a finite number above 0"),
+        ({"vllm_sampling_params": {"temperature": "hot"}}, "must be a finite number above 0"),
+        ({"vllm_sampling_params": {"temperature": float("inf")}}, "must be a finite number above 0"),
+        ({"vllm_sampling_params": {"temperature": float("nan")}}, "must be a finite number above 0"),
         ({"vllm_sampling_params": {"min_tokens": 3}, "generation_kwargs": {"min_tokens": 4}}, "'min_tokens' is 3 in"),
         ({"vllm_sampling_params": {"n": 2}}, "sets 'n', which TRL decides.*num_generations"),
         ({"vllm_sampling_params": {"max_tokens": 2}}, "max_completion_length"),
@@ -58,16 +63,77 @@ def test_conflicts_are_errors(given, message):
         config(**given)
 
 
-def test_something_else_than_a_dict_is_an_error():
-    with pytest.raises(TypeError, match="vllm_sampling_params is a list"):
-        config(vllm_sampling_params=[1])
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ([1], TypeError, r"vllm_sampling_params is a list, \[1\]; give a dict, on a command line as JSON"),
+        ("[1]", TypeError, r"vllm_sampling_params is a list, \[1\]; give a dict"),
+        ("null", TypeError, "vllm_sampling_params is a NoneType"),
+        ("{top_k: 5", ValueError, r"vllm_sampling_params is '\{top_k: 5', which is no JSON .*; give a dict"),
+        ("top_k=5", ValueError, "vllm_sampling_params is 'top_k=5', which is no JSON"),
+    ],
+)
+def test_something_else_than_a_dict_is_an_error_that_says_what_is_wanted(given, error, message):
+    with pytest.raises(error, match=message):
+        config(vllm_sampling_params=given)
+
+
+def test_blanks_around_the_json_of_a_command_line_do_not_matter():
+    assert config(vllm_sampling_params=' {"seed": 5} ').generation_kwargs == {"seed": 5}
+
+
+def rebuilt(made, changes):
+    return trl.GRPOConfig(**made.to_dict() | {"generation_batch_size": None} | changes)
+
+
+ROUTES = {
+    "replace": lambda made, changes: dataclasses.replace(made, generation_batch_size=None, **changes),
+    "to_dict": rebuilt,
+    "JSON": lambda made, changes: trl.GRPOConfig(
+        **json.loads(made.to_json_string()) | {"generation_batch_size": None} | changes
+    ),
+    "pickle": lambda made, changes: rebuilt(pickle.loads(pickle.dumps(made)), changes),
+    "a copy of a copy": lambda made, changes: rebuilt(rebuilt(copy.deepcopy(made), {}), changes),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_copy_does_what_its_own_fields_say(route):
+    made = config(
+        vllm_sampling_params={"temperature": 0.6, "top_p": 0.7, "min_tokens": 3},
+        generation_kwargs={"seed": 1, "min_tokens": 3},
+    )
+
+    def copied(**changes):
+        one = ROUTES[route](made, changes)
+        return one.temperature, one.generation_kwargs
+
+    own = {"seed": 1, "min_tokens": 3}  # given in generation_kwargs too
+    assert copied() == (0.6, own | {"top_p": 0.7})
+    assert copied(vllm_sampling_params={"top_p": 0.2}) == (1.0, own | {"top_p": 0.2})
+    assert copied(vllm_sampling_params={"temperature": 0.5}) == (0.5, own)
+    assert copied(vllm_sampling_params=None) == (1.0, own)
+    assert copied(vllm_sampling_params=None, use_vllm=False) == (1.0, own)
+    assert copied(vllm_sampling_params=None, temperature=0.8) == (0.8, own)
+    assert copied(vllm_sampling_params=None, generation_kwargs={"seed": 2}) == (1.0, {"seed": 2})
+    with pytest.raises(ValueError, match=r"temperature is 0\.8, and 0\.6 in vllm_sampling_params"):
+        copied(temperature=0.8)
+    assert (made.temperature, made.generation_kwargs) == (0.6, own | {"top_p": 0.7})
+
+
+def test_a_temperature_that_was_given_twice_stays_in_a_copy():
+    made = config(vllm_sampling_params={"temperature": 0.6}, temperature=0.6)
+    assert ROUTES["replace"](made, {"vllm_sampling_params": None}).temperature == 0.6
+
+
+def test_what_was_merged_is_no_option_that_anyone_is_shown():
+    assert "params_merged" not in TrlParser(trl.GRPOConfig).format_help()
 
 
 def test_copies_and_rebuilt_configs_say_the_same():
     made = config(vllm_sampling_params={"temperature": 0.6, "seed": 2})
-    rebuilt = trl.GRPOConfig(**made.to_dict() | {"generation_batch_size": None})
     replaced = dataclasses.replace(made, generation_batch_size=None)
-    for one in (copy.deepcopy(made), rebuilt, replaced):
+    for one in (copy.deepcopy(made), rebuilt(made, {}), replaced):
         assert (one.temperature, one.generation_kwargs) == (0.6, {"seed": 2})
 
 
