@@ -26,7 +26,7 @@ def names_a_path(text: str) -> bool:
 @dataclass(frozen=True)
 class Options:
     """
-    Options of `fastgrpo.patch`. None of them changes a loss or a gradient.
+    Options of `fastgrpo.patch`. None of them changes a loss or a gradient, but for the masks of dropout, where there is any.
 
     Args:
         chunk_bytes: device bytes for the logits alive at once; None = 512 MiB, on a CPU 128 MiB.

@@ -126,6 +126,23 @@ def test_a_part_s_second_forward_is_its_first(options, settings, tmp_path, monke
     assert all(torch.equal(first, second) for first, second in zip(again, kept, strict=True))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_with_dropout_only_whole_micro_batches_as_trl_pads_them_get_stocks_masks(dropout, tmp_path):
+    trainer = tiny_trainer(tmp_path, lora=LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear"))
+    trainer.model.train()
+    stock = gradients(trainer)
+
+    def is_stocks(**options) -> bool:
+        with fastgrpo.patch(trainer, fastgrpo.Options(packing="none", **options)):
+            return all(
+                torch.allclose(one, two, rtol=1e-4, atol=1e-4 * float(two.abs().max()))
+                for one, two in zip(gradients(trainer), stock, strict=True)
+            )
+
+    assert is_stocks()
+    assert is_stocks(mini_batch_size=3) is is_stocks(max_tokens_per_microbatch=250) is (dropout == 0)
+
+
 def forwards(trainer: GRPOTrainer) -> list[tuple[bool, bool, int]]:
     """(whether it is the policy's, with a gradient, tokens) of every forward but generation's, filled as training goes."""
     seen = []
