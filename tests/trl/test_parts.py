@@ -47,10 +47,11 @@ PROMPTS, COMPLETIONS, GROUPS = [30, 20] * 4, [90, 20, 80, 90, 70, 90, 0, 60], [0
 
 
 def scores(trainer: GRPOTrainer) -> torch.Tensor:
-    """Log-probs of eight rows, as the loss gets them."""
+    """Log-probs of eight rows, as the loss counts them: 0 where a row has no token."""
     ids, mask, width = batch(PROMPTS, COMPLETIONS, GROUPS)
     ids, mask = ids.to(trainer.accelerator.device), mask.to(trainer.accelerator.device)
-    return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width, compute_entropy=True)[0]
+    found = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width, compute_entropy=True)[0]
+    return found * mask[:, -width:]
 
 
 def gradients(trainer: GRPOTrainer) -> list[torch.Tensor]:
