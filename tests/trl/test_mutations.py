@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +19,11 @@ from twins import assert_twins, run
 
 import fastgrpo
 import fastgrpo.trl.attention as attention
+import fastgrpo.trl.fused as fused
 import fastgrpo.trl.heads as heads
 import fastgrpo.trl.scoring as scoring
 from fastgrpo.attention import Segment, segment_attention
+from fastgrpo.head import linear_grpo_rows
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"beta": 0.04},
@@ -64,14 +67,16 @@ def test_twins_are_equal_without_a_fault(setting, tmp_path):
 
 
 def in_the_head(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[pytest.MonkeyPatch], None]:
-    """A fault in what reaches the head: its arguments by name, and what to make of them."""
+    """A fault in what reaches the head, whichever of its two ops is called: its arguments by name, and what to make of them."""
 
     def break_it(monkeypatch: pytest.MonkeyPatch) -> None:
-        def head(hidden: Any, weight: Any, targets: Any, bias: Any = None, **options: Any) -> Any:
-            given = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias, **options}
-            return fastgrpo.linear_logprob(**{**given, **change(given)})
+        for module, op in ((heads, fastgrpo.linear_logprob), (fused, linear_grpo_rows)):
 
-        monkeypatch.setattr(heads, "linear_logprob", head)
+            def head(*arguments: Any, op: Callable[..., Any] = op, **options: Any) -> Any:
+                given = inspect.signature(op).bind(*arguments, **options).arguments
+                return op(**{**given, **change(given)})
+
+            monkeypatch.setattr(module, op.__name__, head)
 
     return break_it
 
