@@ -79,21 +79,22 @@ class RunLog:
         except FileExistsError:
             raise FileExistsError(f"{self.path} holds the log of another run; choose a new name or folder.") from None
         self._started = time.perf_counter()
-        self._steps: list[float] = []
+        self._seconds, self._steps = 0.0, 0
         self._peak_memory_gb: float | None = None
         self._file.write(first)
 
-    def step(self, step: int, *, seconds: float | None = None, **values: Any) -> None:
+    def step(self, step: int, *, seconds: float | None = None, steps: int = 1, **values: Any) -> None:
         """
         Writes the line of one optimizer step.
 
         Args:
             step: optimizer steps done, from 1.
             seconds: wall clock of the step, for the mean in the `end` line.
+            steps: optimizer steps that the line is the mean of.
             values: what was measured, times in seconds, memory in GB (10^9 bytes); for names see `KEYS`.
         """
         if seconds is not None:
-            self._steps.append(seconds)
+            self._seconds, self._steps = self._seconds + seconds * steps, self._steps + steps
         peak = values.get("peak_memory_gb")
         if peak is not None:
             self._peak_memory_gb = max(peak, self._peak_memory_gb or 0.0)
@@ -125,7 +126,7 @@ class RunLog:
             "end",
             {
                 "wall_s": round(time.perf_counter() - self._started, 3),
-                "seconds_per_step": sum(self._steps) / len(self._steps) if self._steps else None,
+                "seconds_per_step": self._seconds / self._steps if self._steps else None,
                 "peak_memory_gb": self._peak_memory_gb,
                 "exit": exit_reason,
             },

@@ -41,6 +41,13 @@ def test_what_is_written_is_read_back(tmp_path):
     assert record.end["wall_s"] >= 0
 
 
+def test_a_line_of_several_steps_weighs_as_much_as_they_are(tmp_path):
+    with RunLog(tmp_path / "log.jsonl") as log:
+        log.step(1, seconds=8.0)
+        log.step(4, seconds=4.0, steps=3)
+    assert read_run_log(tmp_path).end["seconds_per_step"] == 5.0
+
+
 def test_a_folder_stands_for_the_log_in_it(tmp_path):
     small_log(tmp_path / "log.jsonl")
     assert read_run_log(tmp_path) == read_run_log(tmp_path / "log.jsonl")

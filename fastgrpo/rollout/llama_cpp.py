@@ -1,7 +1,7 @@
 """Completions from a llama.cpp server, for TRL's `rollout_func`.
 
 The server computes with the weights of the GGUF file it was started with and cannot take new ones: every batch is of
-policy version 0 and marked stale.
+policy version 0, step 0 of the first `train()`, and marked stale.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def rollout_func(
 
     One `/completion` request a completion, with the prompt as the trainer's own token ids. Temperature, `top_p`, `top_k`,
     `min_p`, `repetition_penalty` and `max_completion_length` are the trainer's, applied in transformers' order; seeds follow
-    from the trainer's seed, step and row, and draw nothing from a global generator. Log-probs are those of the distribution
-    that was sampled from, after temperature and truncation, as vLLM's `processed_logprobs`. The server and its vocabulary
-    are checked before the first request.
+    from the trainer's seed, `train()`, step and row, and draw nothing from a global generator. Log-probs are those of the
+    distribution that was sampled from, after temperature and truncation, as vLLM's `processed_logprobs`. The server and its
+    vocabulary are checked before the first request.
 
     Args:
         url: of `llama-server`, `"http://localhost:8080"` say.
@@ -101,6 +101,7 @@ class LlamaCpp:
         self._url = connect().url
         self._server: Server | None = None
         self._calls: tuple[Any, int] = (None, 0)
+        self._run: tuple[Any, int] = (None, -1)  # state and number of the train() that was served last
         self._warned = False
         self.rollout_path = f"llama.cpp server {self._url}"
 
@@ -189,7 +190,10 @@ class LlamaCpp:
                 )
 
     def _seeds(self, trainer: Any, rows: int) -> list[int]:
-        key = (trainer.args.seed, trainer.state.global_step, trainer.model.training, trainer.accelerator.process_index)
+        training, process = trainer.model.training, trainer.accelerator.process_index
+        if training and self._run[0] is not trainer.state:  # each train() makes one, and counts its steps from 0
+            self._run = (trainer.state, self._run[1] + 1)
+        key = (trainer.args.seed, self._run[1], trainer.state.global_step, training, process)
         last, count = self._calls
         self._calls = (key, count + 1 if key == last else 0)
         return [

@@ -36,6 +36,11 @@ def allowed_lag(phase: int, uses: int, accumulation: int) -> int:
     return (phase + uses - 1) // accumulation
 
 
+def worst_lag(lags: Sequence[int]) -> int:
+    """The lag furthest from what the algorithm expects: the most negative, weights of the future, else the largest."""
+    return min(lags) if min(lags) < 0 else max(lags)
+
+
 @dataclass(frozen=True)
 class Rollout:
     """
@@ -57,6 +62,13 @@ class Rollout:
         if not isinstance(self.versions, tuple):
             return self.versions
         return None if UNKNOWN in self.versions else min(self.versions)
+
+    @property
+    def newest(self) -> int | None:
+        """The version of the newest row; None where a row's is unknown."""
+        if not isinstance(self.versions, tuple):
+            return self.versions
+        return None if UNKNOWN in self.versions else max(self.versions)
 
 
 def rollout_of(fields: dict[str, Any], rows: int, source: str) -> Rollout:

@@ -18,6 +18,7 @@ from fastgrpo.rollout.policy_version import (
     allowed_lag,
     in_words,
     rollout_of,
+    worst_lag,
 )
 from fastgrpo.trl.compat import overrides
 
@@ -26,7 +27,7 @@ logger = logging.getLogger("fastgrpo")
 # What of several steps a log entry shows: the worst.
 WORST: dict[str, Callable[..., float]] = {
     "rollout/policy_version": min,
-    "rollout/policy_lag": max,
+    "rollout/policy_lag": worst_lag,
     "rollout/stale": max,
 }
 
@@ -57,6 +58,8 @@ class Freshness:
         self._lags: list[tuple[Rollout, int | None, bool]] = []
         self._last_step = trainer.state.global_step
         self._best_loaded = False
+        self._renumbered = 0  # what was step 0 of the first train() here is now this step
+        self._static = (getattr(trainer, "rollout_func", None), 0)  # and what that was when the function was first seen
         self._reported: Rollout | None = None
         self._reported_unknown = False
 
@@ -73,6 +76,8 @@ class Freshness:
     def train_begins(self) -> None:
         """Renumbers what an earlier `train()` left in buffer and engine: this one counts its steps from 0 again."""
         start = self._trainer.state.global_step
+        if start == 0:  # a resumed run goes on with its checkpoint's numbers
+            self._renumbered -= self._last_step
         if start > 0 or self._best_loaded:  # the weights are a checkpoint's now
             self._engine_version = None
             self._buffered = Rollout(None, source="a generation before a checkpoint was loaded")
@@ -103,13 +108,15 @@ class Freshness:
             return {"rollout/stale": 1.0} if stale else {}
         return {
             "rollout/policy_version": float(min(version for version, _ in known)),
-            "rollout/policy_lag": float(max(lag for _, lag in known)),
+            "rollout/policy_lag": float(worst_lag([lag for _, lag in known])),
             "rollout/stale": float(stale),
         }
 
     def train_ends(self, best_loaded: bool) -> None:
         """Remembers whether the best checkpoint's weights took the place of the last step's."""
         self._best_loaded = best_loaded
+        if best_loaded and self._trainer.state.best_global_step is not None:
+            self._last_step = self._trainer.state.best_global_step
 
     def detach(self) -> None:
         """Takes the versions off the batches that are buffered."""
@@ -139,7 +146,11 @@ class Freshness:
         trainer = self._trainer
         if getattr(trainer, "rollout_func", None) is not None:
             fields = next((part for part in result if isinstance(part, dict)), {})
-            return rollout_of(fields, len(result[0]), getattr(trainer.rollout_func, "rollout_path", "rollout_func"))
+            rollout = rollout_of(fields, len(result[0]), getattr(trainer.rollout_func, "rollout_path", "rollout_func"))
+            if self._static[0] is not trainer.rollout_func:
+                self._static = (trainer.rollout_func, self._renumbered)
+            # One that cannot take new weights still says what it said in an earlier train().
+            return _shifted(rollout, self._renumbered - self._static[1]) if rollout.static else rollout
         if self._own_sampler is not None:
             return Rollout(None, source=f"{type(trainer).__name__}.{self._own_sampler}")
         if trainer.use_vllm:
@@ -191,16 +202,16 @@ class Freshness:
                 logger.warning("fastgrpo: %s", self._unknown(rollout))
             self._reported_unknown = True
             return None, False
-        lag = step - rollout.oldest
+        lag = worst_lag([step - rollout.newest, step - rollout.oldest])
         late = not 0 <= lag <= allowed
         if late and self._on_stale == "error":
-            raise StaleRolloutError(self._late(rollout, step, allowed))
+            raise StaleRolloutError(self._late(rollout, step, lag, allowed))
         if late and self._on_stale == "warn" and self._reported is not rollout:
-            logger.warning("fastgrpo: %s", self._late(rollout, step, allowed))
+            logger.warning("fastgrpo: %s", self._late(rollout, step, lag, allowed))
             self._reported = rollout
         return lag, late
 
-    def _late(self, rollout: Rollout, step: int, allowed: int) -> str:
+    def _late(self, rollout: Rollout, step: int, lag: int, allowed: int) -> str:
         args = self._trainer.args
         if self._trainer.model.training:
             use = f"a batch is used at optimizer step {step}"
@@ -220,7 +231,7 @@ class Freshness:
             else f"{rollout.source} did not get the present weights"
         )
         return (
-            f"{use} that was sampled with the weights of {in_words(rollout.oldest)}: a lag of {step - rollout.oldest}, where "
+            f"{use} that was sampled with the weights of {in_words(step - lag)}: a lag of {lag}, where "
             f"{rule}; {why}. Options.on_stale is {self._on_stale!r}."
         )
 

@@ -82,8 +82,10 @@ class RunLogCallback(TrainerCallback):
     Turns what a GRPO trainer logs into `step` lines; use it with `logging_steps=1` for a line per optimizer step.
 
     With more, a line's values are means over the steps since the line before; the policy version is their oldest, its lag
-    their largest. Times and padded tokens come from the trainer's own `time/*` and `rollout/*` entries where it logs any, as a
-    patched one does, else from `clock`; without both they are null.
+    their worst. A step that replays a generation has no reward of its own: null there, with 0 tokens and 0 s of generation.
+    Steps after TRL's last entry are in its summary, and in a line without a loss. Times and padded tokens come from the
+    trainer's own `time/*` and `rollout/*` entries where it logs any, as a patched one does, else from `clock`; without both
+    they are null.
 
     Args:
         log: where the lines go.
@@ -101,6 +103,7 @@ class RunLogCallback(TrainerCallback):
         self._step_began: float | None = None
         self._seconds: list[float] = []
         self._tokens_seen = 0.0
+        self._since: dict[str, Any] = {}  # what entries that are no steps' took out of the trainer's metrics
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -108,6 +111,7 @@ class RunLogCallback(TrainerCallback):
         """Counts tokens from here."""
         self._tokens_seen = float(state.num_input_tokens_seen)
         self._seconds.clear()
+        self._since.clear()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -131,30 +135,41 @@ class RunLogCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Writes a line for the entry of a training step; evaluations and summaries are no steps."""
-        if not state.is_world_process_zero or not logs or "reward" not in logs:
+        if not state.is_world_process_zero or not logs:
             return
+        if "loss" not in logs and not ("train_runtime" in logs and self._seconds):
+            self._since |= logs
+            return
+        logs = self._since | logs
+        self._since = {}
         steps = len(self._seconds)
         seconds = sum(self._seconds) / steps if steps else None
         self._seconds.clear()
         values = {key: logs.get(key) for key in _FROM_TRL}
-        values |= self._tokens(logs, steps) | self._times(logs, seconds, steps) | _freshness(logs)
+        tokens = self._tokens(logs, state, steps)
+        values |= tokens | self._times(logs, seconds, steps, tokens["tokens_real"] == 0) | _freshness(logs)
         values["peak_memory_gb"] = peak_memory_gb(args.device)
-        self._log.step(state.global_step, seconds=seconds, **values)
+        self._log.step(state.global_step, seconds=seconds, steps=steps, **values)
         if self._on_step is not None:
             self._on_step({"step": state.global_step, "seconds": seconds, **values})
 
-    def _tokens(self, logs: dict[str, Any], steps: int) -> dict[str, float | None]:
-        seen, self._tokens_seen = self._tokens_seen, logs.get("num_tokens", self._tokens_seen)
-        real = _mean(self._tokens_seen - seen, steps) if "num_tokens" in logs else None
+    def _tokens(self, logs: dict[str, Any], state: TrainerState, steps: int) -> dict[str, float | None]:
+        seen, self._tokens_seen = self._tokens_seen, float(state.num_input_tokens_seen)
+        real = _mean(self._tokens_seen - seen, steps)
         padded = logs.get("rollout/tokens_padded")
         if padded is None and self._clock is not None:
-            padded = _mean(self._clock.tokens_padded, steps)
+            padded = 0.0 if real == 0 else _mean(self._clock.tokens_padded, steps)
         return {"tokens_real": real, "tokens_padded": padded}
 
-    def _times(self, logs: dict[str, Any], seconds: float | None, steps: int) -> dict[str, float | None]:
+    def _times(
+        self, logs: dict[str, Any], seconds: float | None, steps: int, replayed: bool
+    ) -> dict[str, float | None]:
         times = {f"time_{name}": logs.get(f"time/{name}") for name in _TIMES}
         if self._clock is not None and all(value is None for value in times.values()):
-            generation, reward = _mean(self._clock.generation, steps), _mean(self._clock.reward, steps)
+            generation, reward = (
+                0.0 if replayed and spent is None else _mean(spent, steps)
+                for spent in (self._clock.generation, self._clock.reward)
+            )
             sync = _mean(self._clock.sync, steps)
             times |= {"time_generation": generation, "time_reward": reward, "time_sync": sync}
             if seconds is not None and generation is not None and reward is not None:

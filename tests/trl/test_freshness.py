@@ -186,6 +186,48 @@ def test_a_sampler_that_takes_no_weights_is_stale_from_the_first_batch_on(tmp_pa
     assert len(warnings_of(caplog)) == 2 and all("cannot take new weights" in text for text in warnings_of(caplog))
 
 
+def test_a_sampler_that_takes_no_weights_is_as_old_in_a_later_train(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=2, rollout_func=Sampler(lambda step: 0, stale=True))
+    with fastgrpo.patch(trainer, fastgrpo.Options(on_stale="ignore")):
+        for begin in (0, -2, -4):
+            trainer.train()
+            assert steps(trainer) == [(begin, -begin, 1), (begin, 1 - begin, 1)]
+        trainer.rollout_func = Sampler(lambda step: 0, stale=True)  # another file: its 0 is of this train()
+        trainer.train()
+        assert steps(trainer) == [(0, 0, 1), (0, 1, 1)]
+        trainer.rollout_func = Sampler(lambda step: step)
+        trainer.train()
+    assert steps(trainer) == [(0, 0, 0), (1, 0, 0)]
+
+
+def test_with_error_a_sampler_that_takes_no_weights_gets_no_further_by_training_again(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=3, rollout_func=Sampler(lambda step: 0, stale=True))
+    with fastgrpo.patch(trainer, fastgrpo.Options(on_stale="error")):
+        for done in (1, 0, 0):
+            with pytest.raises(StaleRolloutError, match="a lag of 1"):
+                trainer.train()
+            assert trainer.state.global_step == done
+
+
+def test_a_row_of_weights_that_are_not_there_yet_is_an_error(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=1, rollout_func=Sampler(lambda step: [step] * 7 + [step + 5]))
+    late = pytest.raises(StaleRolloutError, match="the weights of optimizer step 5: a lag of -5")
+    with fastgrpo.patch(trainer, fastgrpo.Options(on_stale="error")), late:
+        trainer.train()
+    with fastgrpo.patch(trainer):
+        trainer.train()
+    assert steps(trainer) == [(0, -5, 1)]
+
+
+def test_an_entry_of_several_steps_does_not_hide_weights_that_are_not_there_yet(tmp_path):
+    versions = Sampler(lambda step: [step] * 8 if step != 1 else [step + 3] * 8)
+    trainer = tiny_trainer(tmp_path, max_steps=3, logging_steps=3, rollout_func=versions)
+    with fastgrpo.patch(trainer, fastgrpo.Options(on_stale="ignore")):
+        trainer.train()
+    assert steps(trainer) == [(0, -3, 1)]
+    assert read_run_log(tmp_path).steps[0]["policy_lag"] == -3
+
+
 class OwnTurn(GRPOTrainer):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         return super()._generate_single_turn(*args, **kwargs)

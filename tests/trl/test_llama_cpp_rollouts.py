@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny import PROMPTS, tiny_model, tiny_tokenizer, tiny_trainer
 from tiny_gguf import write_gguf
 from trl import GRPOTrainer
@@ -242,6 +243,24 @@ def test_a_server_that_cannot_follow_stops_a_run_that_asked_for_it(fake, tmp_pat
     ):
         trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_a_second_train_samples_anew_and_knows_how_old_the_file_is(fake, tmp_path):
+    def trained(sample: Any, *, evaluates: bool = False) -> tuple[GRPOTrainer, list[int]]:
+        trainer = tiny_trainer(tmp_path, max_steps=2, rollout_func=sample, reward=by_row)
+        with fastgrpo.patch(trainer, fastgrpo.Options(on_stale="ignore", run_log=False)):
+            if evaluates:
+                trainer.evaluate(Dataset.from_dict({"prompt": PROMPTS[:1] * 8}))
+            fake.bodies.clear()
+            trainer.train()
+            trainer.train()
+        return trainer, [body["seed"] for body in fake.bodies]
+
+    trainer, seeds = trained(rollout_func(fake.url, max_in_flight=1))
+    assert len(set(seeds)) == len(seeds) == 32
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert [(line["rollout/policy_version"], line["rollout/policy_lag"]) for line in lines] == [(-2, 2), (-2, 3)]
+    assert trained(rollout_func(fake.url, max_in_flight=1), evaluates=True)[1] == seeds
 
 
 def test_ctrl_c_while_completions_are_awaited_ends_them(fake, tmp_path, monkeypatch):

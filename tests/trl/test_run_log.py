@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 from tiny import PROMPTS, many_letters, tiny_trainer
+from transformers import TrainerCallback
 
 import fastgrpo
 from fastgrpo.runlog import read_run_log
+from fastgrpo.tools.report.summary import summarise
 from fastgrpo.trl.around import Around
 from fastgrpo.trl.clock import StepClock
 
@@ -51,6 +53,48 @@ def test_generation_reward_and_update_are_told_apart(tmp_path):
         assert line["time_generation"] > line["time_reward"] > 0 and line["time_update"] > 0
         assert line["time_sync"] is None
         assert 0 < line["tokens_real"] <= line["tokens_padded"]
+
+
+def test_a_step_that_replays_a_generation_has_a_line_of_its_own(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=5, num_iterations=3)
+    with fastgrpo.patch(trainer):
+        trainer.train()
+    record = read_run_log(tmp_path)
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [line["step"] for line in record.steps] == [1, 2, 3, 4, 5]
+    assert [line["policy_lag"] for line in record.steps] == [0, 1, 2, 0, 1]
+    for index, (line, entry) in enumerate(zip(record.steps, entries, strict=True)):
+        for key in ("reward", "reward_std", "loss", "entropy", "grad_norm"):
+            assert line[key] == entry.get(key), key
+        assert line["tokens_padded"] == entry["rollout/tokens_padded"]
+        if index % 3:
+            assert (
+                line["reward"] is None and line["tokens_real"] == line["tokens_padded"] == line["time_generation"] == 0
+            )
+        else:
+            assert line["reward"] is not None and 0 < line["tokens_real"] <= line["tokens_padded"]
+    assert sum(line["tokens_real"] for line in record.steps) == entries[3]["num_tokens"]
+    spent = sum(entry[f"time/{name}"] for entry in entries for name in ("generation", "reward", "update"))
+    assert record.end["seconds_per_step"] == pytest.approx(spent / 5, rel=0.25)
+    summary = summarise(record, "a")
+    real, padded = (sum(line[key] for line in record.steps[3:]) for key in ("tokens_real", "tokens_padded"))
+    assert summary.padding_share == pytest.approx(1 - real / padded) and summary.tokens_per_step == real / 2
+
+
+def test_steps_after_the_last_entry_are_in_a_line_and_no_reward_is_lost(tmp_path):
+    class Tells(TrainerCallback):  # an entry that is no step's takes the metrics so far
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 1:
+                trainer.log({"mine": 1.0})
+
+    trainer = tiny_trainer(tmp_path, max_steps=3, logging_steps=2)
+    trainer.add_callback(Tells())
+    with fastgrpo.patch(trainer):
+        trainer.train()
+    record = read_run_log(tmp_path)
+    assert [line["step"] for line in record.steps] == [2, 3]
+    assert all(line["reward"] is not None for line in record.steps)
+    assert [line["loss"] is None for line in record.steps] == [False, True]
 
 
 def test_after_training_the_trainer_is_as_it_was_and_after_unpatching_it_logs_no_more(tmp_path):

@@ -118,6 +118,23 @@ def test_fewer_lines_hold_means_per_step(tmp_path):
         assert parts == pytest.approx(values["seconds"])
 
 
+def test_a_line_of_fewer_steps_weighs_less(tmp_path):
+    _, record, seen = train(tmp_path, None, max_steps=3, logging_steps=2)
+    assert [line["step"] for line in record.steps] == [2, 3]
+    two, one = (values["seconds"] for values in seen)
+    assert record.end["seconds_per_step"] == pytest.approx((2 * two + one) / 3)
+
+
+def test_a_clock_s_replayed_steps_generate_for_0_s(tmp_path):
+    _, record, _ = train(tmp_path, StepClock(), num_iterations=2)
+    assert [line["step"] for line in record.steps] == [1, 2, 3, 4]
+    for line in record.steps[1::2]:
+        assert line["reward"] is None
+        assert line["tokens_real"] == line["tokens_padded"] == line["time_generation"] == line["time_reward"] == 0
+        assert line["time_update"] > 0
+    assert all(line["time_generation"] > 0 and line["reward"] is not None for line in record.steps[::2])
+
+
 def test_evaluation_entries_are_no_steps(tmp_path):
     log = RunLog(tmp_path / "log.jsonl")
     callback = RunLogCallback(log)

@@ -28,12 +28,12 @@ class RunSummary:
         exit: "done", "interrupted", an error text, or `UNFINISHED`.
         steps: of the last line.
         wall_s, seconds_per_step: of the `end` line; for a run without one, seconds_per_step is the sum of its phases.
-        reward_first, reward_last: means over the first and last `reward_window` lines.
+        reward_first, reward_last: means over the first and last `reward_window` lines that have a reward.
         pass_at_1_before, pass_at_1_after: first and last evaluation with greedy answers; the second is None where there is only
             one.
         sampled_before, sampled_after: the same with sampled answers.
-        kl_last, entropy_last, tokens_per_step, padding_share: means over the last `reward_window` lines; share of padded tokens
-            that are no real ones.
+        kl_last, entropy_last, tokens_per_step, padding_share: means over the last `reward_window` lines with a reward and those
+            that replay their rollouts; share of padded tokens that are no real ones.
         peak_memory_gb: the largest of all lines.
         plan_gb: what the plan had predicted as its peak.
         phase_seconds: mean of a step by phase, those that were measured.
@@ -97,7 +97,8 @@ def summarise(record: RunRecord, name: str, plan_gb: float | None = None) -> Run
         plan_gb: predicted peak; None = what the log's own plan says, if it has one.
     """
     window, first, last = first_and_last(record.rewards) if record.rewards else (0, None, None)
-    recent = record.steps[-max(window, 1) :]
+    rewarded = [index for index, line in enumerate(record.steps) if line["reward"] is not None]
+    recent = record.steps[rewarded[-window] if rewarded else -1 :]
     end = record.end or {}
     phases = {phase: mean(values(record.steps, f"time_{phase}")) for phase in PHASES}
     measured = {phase: seconds for phase, seconds in phases.items() if seconds is not None}
