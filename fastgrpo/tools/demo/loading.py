@@ -23,8 +23,12 @@ def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     gguf = {"gguf_file": path.name} if path.is_file() else {}
     source = str(path.parent if path.is_file() else path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, padding_side="left", **gguf)
-        model = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=torch.float32, **gguf)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False, padding_side="left", **gguf
+        )
+        model = AutoModelForCausalLM.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False, dtype=torch.float32, **gguf
+        )
     except Exception as error:  # what a file that is no model raises is as varied as such files
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise DemoError(

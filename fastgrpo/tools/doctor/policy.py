@@ -39,7 +39,7 @@ def check_policy(case: Case) -> Iterator[Line]:
             "(Unsloth's reinforcement learning guide)",
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(case.model), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(case.model), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a folder without a tokenizer raises is as varied as such folders
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         yield Line(

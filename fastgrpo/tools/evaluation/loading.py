@@ -39,9 +39,13 @@ def load_policy(path: Path, base: str | None, device: torch.device) -> tuple[Any
         gguf = {"gguf_file": path.name} if path.is_file() else {}
         source = str(path.parent) if path.is_file() else source
         dtype = torch.float32 if device.type == "cpu" else "auto"
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True, **gguf)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, local_files_only=True, trust_remote_code=False, **gguf
+        )
         own_tokenizer = has_adapter and (path / "tokenizer_config.json").exists()
-        tokenizer = AutoTokenizer.from_pretrained(str(path) if own_tokenizer else source, local_files_only=True, **gguf)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path) if own_tokenizer else source, local_files_only=True, trust_remote_code=False, **gguf
+        )
         if has_adapter:
             from peft import PeftModel
 

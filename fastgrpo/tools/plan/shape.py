@@ -77,13 +77,19 @@ def config_from_numbers(**numbers: float | bool) -> PretrainedConfig:
         numbers: see `NUMBERS`; `kv_heads` = `heads`, `head_dim` = `hidden / heads` and `tied` = False where left out.
 
     Raises:
-        ValueError: an unknown or a missing name.
+        ValueError: an unknown or a missing name, or numbers of which there is no model.
     """
     unknown, missing = set(numbers) - set(NUMBERS), [name for name in _REQUIRED_NUMBERS if name not in numbers]
     if unknown:
         raise ValueError(f"a model has no number {', '.join(sorted(unknown))}; known are {', '.join(NUMBERS)}.")
     if missing:
         raise ValueError(f"the model's {', '.join(missing)} is missing; needed are {', '.join(_REQUIRED_NUMBERS)}.")
+    for name, value in numbers.items():
+        if name != "tied" and value < 1:
+            raise ValueError(f"{name} is {value}; give 1 or more.")
+    for name, divisor in (("hidden", "heads"), ("heads", "kv_heads")):
+        if divisor in numbers and numbers[name] % numbers[divisor]:
+            raise ValueError(f"{name} is {numbers[name]}, no multiple of {divisor}, {numbers[divisor]}.")
     return LlamaConfig(**{NUMBERS[name]: value for name, value in numbers.items()})
 
 
@@ -108,7 +114,7 @@ def read_config(model: str | Path | PretrainedConfig) -> tuple[str, PretrainedCo
         raise ValueError(f"there is no {model}. Give a local folder with a config.json, that file, or numbers.")
     name = (path.parent if path.name == "config.json" else path).resolve().name if path.exists() else str(model)
     try:
-        return name, AutoConfig.from_pretrained(str(model), local_files_only=True)
+        return name, AutoConfig.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a wrong file raises is as varied as wrong files
         raise ValueError(
             f"{model} is no model that transformers can describe: {_line(error)}. Give a local folder with a config.json, "
