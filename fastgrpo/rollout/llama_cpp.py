@@ -16,11 +16,13 @@ from typing import Any
 
 from fastgrpo.rollout.json_client import JsonClient, RequestAborted, RolloutServerError
 from fastgrpo.rollout.policy_version import STATIC_KEY, VERSION_KEY
+from fastgrpo.rollout.server_arguments import count, fields
 
 logger = logging.getLogger("fastgrpo")
 
 _VERSION_OF_THE_FILE = 0
 _COMPARED_TOKENS = 64
+_ANSWER_BYTES_A_TOKEN = 1 << 12
 _SET_BY_THE_TRAINER = {
     *("prompt", "n_predict", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "samplers"),
     *("seed", "n_probs", "post_sampling_probs", "return_tokens", "cache_prompt", "stream", "n_cmpl", "stop"),
@@ -60,18 +62,17 @@ def rollout_func(
     Raises:
         ValueError: an argument that is not allowed.
     """
-    if max_in_flight is not None and max_in_flight < 1:
-        raise ValueError(
-            f"max_in_flight is {max_in_flight!r}; give 1 or more, or None for the server's number of slots."
-        )
-    taken = _SET_BY_THE_TRAINER & set(sampling or {})
+    if max_in_flight is not None:
+        max_in_flight = count("max_in_flight", max_in_flight, 1, ", or None for the server's number of slots")
+    sampling = fields("sampling", sampling)
+    taken = _SET_BY_THE_TRAINER & set(sampling)
     if taken:
         raise ValueError(f"sampling has {', '.join(sorted(taken))}, which the trainer's config and the rollouts set.")
 
     def connect() -> JsonClient:
         return JsonClient(url, api_key=api_key, timeout=timeout, retries=retries)
 
-    return LlamaCpp(connect, max_in_flight, dict(sampling or {}))
+    return LlamaCpp(connect, max_in_flight, sampling)
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,9 @@ class LlamaCpp:
             about = f"row {index} of {len(prompt_ids)} ({len(ids)} prompt tokens, up to {common['n_predict']} new)"
             where = f"{self._url}: POST /completion for {about}"
             try:
-                answer = client.call("POST", "/completion", {**common, "prompt": ids, "seed": seeds[index]}, about)
+                body = {**common, "prompt": ids, "seed": seeds[index]}
+                room = _ANSWER_BYTES_A_TOKEN * (len(ids) + common["n_predict"])
+                answer = client.call("POST", "/completion", body, about, room)
                 tokens, logprobs = parse_completion(answer, len(ids), common["n_predict"], vocabulary, where)
             except BaseException:
                 client.abort()  # nobody waits for the others
@@ -343,7 +346,7 @@ def _checked_server(client: JsonClient, trainer: Any) -> Server:
     try:
         context = properties["default_generation_settings"]["n_ctx"]
         server = Server(int(properties["total_slots"]), int(context), str(properties.get("model_path", "")))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RolloutServerError(
             f"{client.url}: GET /props says nothing of slots and context ({error}); is it a llama.cpp server?"
         ) from error

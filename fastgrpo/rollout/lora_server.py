@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+_MOST_BYTES = 1 << 24
 
 START_LINE = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {model} --enable-lora --max-lora-rank {rank} "
@@ -35,7 +38,11 @@ class LoraServer:
 
     def models(self) -> list[dict[str, Any]]:
         """The cards of the served models, the base first."""
-        return json.loads(self._request("/v1/models", None))["data"]
+        answer = self._request("/v1/models", None)
+        try:
+            return json.loads(answer)["data"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise self._unreadable("/v1/models", answer) from None
 
     def load(self, name: str, folder: Path) -> None:
         """Loads an adapter from a folder that the server can read."""
@@ -64,27 +71,39 @@ class LoraServer:
         """
         request = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         try:
-            answer = json.loads(self._request("/v1/completions", request))
+            answer = self._request("/v1/completions", request)
         except urllib.error.HTTPError as error:
             raise LoraServerError(
                 f"The vLLM server {self.url} did not score tokens of the trainer's vocabulary with its model {model!r}: "
                 f"{_words(error)}"
             ) from error
-        positions = answer["choices"][0]["prompt_logprobs"][1:]
-        return [position[str(token)]["logprob"] for position, token in zip(positions, token_ids[1:], strict=True)]
+        try:
+            positions = json.loads(answer)["choices"][0]["prompt_logprobs"][1:]
+            return [position[str(token)]["logprob"] for position, token in zip(positions, token_ids[1:], strict=True)]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            raise self._unreadable("/v1/completions", answer) from None
+
+    def _unreadable(self, path: str, answer: bytes) -> LoraServerError:
+        return LoraServerError(
+            f"The vLLM server {self.url} answered {path} with what a vLLM server does not say ({len(answer)} bytes): "
+            f"{answer[:200]!r}. Start it: {self.start_line}"
+        )
 
     def _request(self, path: str, body: dict[str, Any] | None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                return response.read()
+                content = response.read(_MOST_BYTES + 1)
         except urllib.error.HTTPError:
             raise
-        except OSError as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise LoraServerError(
                 f"The vLLM server {self.url} does not answer {path} ({error}). Start it: {self.start_line}"
             ) from error
+        if len(content) > _MOST_BYTES:
+            raise LoraServerError(f"The vLLM server {self.url} answered {path} with more than {_MOST_BYTES} bytes.")
+        return content
 
     def _explain(self, error: urllib.error.HTTPError, name: str, folder: Path) -> str:
         words = _words(error)

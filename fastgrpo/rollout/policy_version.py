@@ -76,7 +76,8 @@ def rollout_of(fields: dict[str, Any], rows: int, source: str) -> Rollout:
     What a `rollout_func` says of the weights it sampled with.
 
     Args:
-        fields: its output; `policy_version` is an int or one int a row, `stale` True where the sampler cannot take new weights.
+        fields: its output; `policy_version` is an int or one int a row, `stale` True where the sampler cannot take new weights;
+            numpy's and torch's too.
         rows: completions it returned.
         source: who sampled, in words.
 
@@ -87,10 +88,11 @@ def rollout_of(fields: dict[str, Any], rows: int, source: str) -> Rollout:
         ValueError: a `policy_version` or `stale` of another kind.
     """
     static = fields.get(STATIC_KEY, False)
-    if not isinstance(static, bool):
+    if not _is_bool(static):
         raise ValueError(
             f"{source} returned {STATIC_KEY}={static!r}; give True where the sampler cannot take new weights, else False."
         )
+    static = bool(static)
     given = fields.get(VERSION_KEY)
     if given is None:
         return Rollout(None, static, source)
@@ -103,6 +105,15 @@ def rollout_of(fields: dict[str, Any], rows: int, source: str) -> Rollout:
             f"{source} returned {VERSION_KEY}={given!r} for {rows} completions; give one integer, or one for each of them: "
             "trainer.state.global_step when the sampler got its weights."
         )
+    beyond = [
+        each for each in (versions if isinstance(versions, tuple) else (versions,)) if not -(2**63) <= each < 2**63
+    ]
+    if beyond:
+        shown = beyond[0] if beyond[0].bit_length() < 200 else f"an integer of {beyond[0].bit_length()} bits"
+        raise ValueError(
+            f"{source} returned {VERSION_KEY} with {shown}, which does not fit into 64 bits; give "
+            "trainer.state.global_step when the sampler got its weights."
+        )
     return Rollout(versions, static, source)
 
 
@@ -110,8 +121,14 @@ def _is_sequence(value: Any) -> bool:
     return (isinstance(value, Sequence) and not isinstance(value, str)) or getattr(value, "ndim", 0) == 1
 
 
+def _is_bool(value: Any) -> bool:
+    """Whether it is one of Python's, or a single one of numpy's or torch's."""
+    array = getattr(value, "ndim", None) == 0 and str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    return isinstance(value, bool) or array
+
+
 def _integer(value: Any) -> int:
-    if isinstance(value, bool):
+    if _is_bool(value):
         raise TypeError
     return operator.index(value)
 
