@@ -123,7 +123,7 @@ class JsonClient:
                 connection.request(method, self._address.path + path, _sent(data, used, deadline), headers)
                 response = connection.getresponse()
             except ConnectionError as error:  # RemoteDisconnected is one
-                raise _NotAnswered(f"the connection was closed without an answer ({_words(error)})") from error
+                raise _NotAnswered(f"the connection was closed without an answer ({self._words(error)})") from error
             content = _content(response, most)
         except _NotAnswered:
             self._unless_aborted()
@@ -141,9 +141,9 @@ class JsonClient:
             ) from None
         except (OSError, http.client.HTTPException) as error:
             self._unless_aborted()
-            raise self._error(f"{request} broke off: {_words(error)}; {self._advice(error)}") from self._shown_cause(
-                error
-            )
+            raise self._error(
+                f"{request} broke off: {self._words(error)}; {self._advice(error)}"
+            ) from self._shown_cause(error)
         finally:
             with self._lock:
                 self._open.discard(used)
@@ -190,7 +190,7 @@ class JsonClient:
         if isinstance(failed, TimeoutError):
             within = min(_CONNECT_SECONDS, self._timeout)
             raise _NotAnswered(f"no connection within {within:g} s; is the server running there?") from failed
-        raise _NotAnswered(f"{_words(failed)}; is the server running there?") from failed
+        raise _NotAnswered(f"{self._words(failed)}; is the server running there?") from failed
 
     def _shake_hands(self, used: ssl.SSLSocket, deadline: float) -> None:
         used.settimeout(min(_CONNECT_SECONDS, _left(deadline)))
@@ -199,7 +199,7 @@ class JsonClient:
         except TimeoutError as error:
             raise _NotAnswered("no TLS handshake came; is it an http:// server?") from error
         except (ConnectionError, ssl.SSLEOFError) as error:
-            raise _NotAnswered(f"no TLS handshake came ({_words(error)}); is it an http:// server?") from error
+            raise _NotAnswered(f"no TLS handshake came ({self._words(error)}); is it an http:// server?") from error
 
     def _decoded(self, response: http.client.HTTPResponse, content: bytes, request: str) -> Any:
         if response.status in _BUSY:
@@ -221,7 +221,8 @@ class JsonClient:
             given = "was not accepted" if self._key else "is None"
             return f"; api_key {given}, give the one that the server was started with (--api-key)"
         if 300 <= response.status < 400:
-            return f"; it points to {response.getheader('Location', 'nowhere')!r:.300}: give the url where the server itself is"
+            there = self._without_key(response.getheader("Location", "nowhere"))
+            return f"; it points to {there!r:.300}: give the url where the server itself is"
         if response.status == 404:
             return "; is the path of the url right, and is it a llama.cpp server?"
         return ""
@@ -240,6 +241,10 @@ class JsonClient:
     def _shown(self, content: bytes) -> str:
         text = self._without_key(content.decode(errors="replace").strip())
         return repr(text if len(text) <= 200 else f"{text[:150]} ... {text[-40:]}")
+
+    def _words(self, error: BaseException) -> str:
+        text = self._without_key(" ".join(str(error).split()))
+        return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__
 
     def _without_key(self, text: str) -> str:
         return text if self._key is None else text.replace(self._key, "***")
@@ -324,7 +329,3 @@ def _content(response: http.client.HTTPResponse, most: int) -> bytes:
     if response.length:  # of the length it announced, what is missing
         raise http.client.IncompleteRead(b"".join(pieces), response.length)
     return b"".join(pieces)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -112,14 +112,21 @@ def test_seeds_repeat_with_the_step_and_differ_between_processes(server, trainer
 
 @pytest.mark.parametrize(("processes", "given", "most"), [(1, None, 3), (2, None, 1), (8, None, 1), (1, 2, 2)], ids=str)
 def test_no_more_requests_are_under_way_than_the_server_has_slots(processes, given, most, server, trainer):
+    running, seen, lock = set(), [], threading.Lock()
+
     def slow(handler: Any, body: dict[str, Any]) -> None:
+        with lock:
+            running.add(handler)
+            seen.append(len(running))
         time.sleep(0.02)
+        with lock:
+            running.discard(handler)  # before the answer, which lets the next one come
         server.good(handler, body)
 
     server.completion = slow
     trainer.accelerator.num_processes = processes
     rollout_func(server.url, max_in_flight=given)(PROMPTS * 2, trainer)
-    assert server.most == most and len(server.bodies) == 8
+    assert max(seen) == most and len(seen) == 8
 
 
 def test_the_server_is_checked_once_and_again_after_an_error(server, trainer):
@@ -257,6 +264,12 @@ def test_another_vocabulary_is_found_before_the_first_completion(server, trainer
 def test_what_is_no_llama_cpp_server_is_said(server, trainer):
     server.properties = {"hello": "world"}
     with pytest.raises(RolloutServerError, match=r"says nothing of slots and context .*is it a llama\.cpp server"):
+        rollout_func(server.url)(["a"], trainer)
+
+
+def test_slots_without_end_are_no_slots(server, trainer):
+    server.properties = server.properties | {"total_slots": float("inf")}
+    with pytest.raises(RolloutServerError, match=r"GET /props says nothing of slots and context"):
         rollout_func(server.url)(["a"], trainer)
 
 

@@ -44,9 +44,27 @@ def test_a_version_of_another_kind_is_refused(given):
         rollout_of({"policy_version": given}, 2, "it")
 
 
-def test_stale_is_true_or_false():
-    with pytest.raises(ValueError, match="stale='yes'"):
-        rollout_of({"stale": "yes"}, 2, "it")
+@pytest.mark.parametrize("given", ["yes", 1, None, [True, True], np.array([True]), torch.tensor(1), 1.0])
+def test_stale_is_true_or_false(given):
+    with pytest.raises(ValueError, match=r"returned stale=.*; give True where"):
+        rollout_of({"stale": given}, 2, "it")
+
+
+@pytest.mark.parametrize(
+    "given", [2**70, -(2**63) - 1, 2**63, [3, 2**70], np.uint64(2**63), 10**5000], ids=lambda _: ""
+)
+def test_a_version_beyond_64_bits_is_refused(given):
+    with pytest.raises(
+        ValueError, match=r"it returned policy_version with .*does not fit into 64 bits; give trainer\.state"
+    ):
+        rollout_of({"policy_version": given}, 2, "it")
+
+
+@pytest.mark.parametrize("given", [np.bool_(True), np.array(True), torch.tensor(True)])
+def test_truth_of_numpy_and_torch_is_truth(given):
+    assert rollout_of({"stale": given, "policy_version": np.array(3)}, 2, "it") == Rollout(3, static=True, source="it")
+    with pytest.raises(ValueError, match="give one integer"):
+        rollout_of({"policy_version": given}, 2, "it")
 
 
 def test_versions_in_words():

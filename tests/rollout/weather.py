@@ -33,7 +33,6 @@ class FakeLlama:
         refuses: number of the next requests of any kind that are answered with 503.
         paths: of all requests.
         bodies: the `/completion` requests.
-        most: of them, how many were under way at once.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -41,7 +40,6 @@ class FakeLlama:
         self.bodies: list[dict[str, Any]] = []
         self.properties: Any = {"default_generation_settings": {"n_ctx": 64}, "total_slots": 3, "model_path": "m.gguf"}
         self.paths: list[str] = []
-        self.running = self.most = 0
         self.lock, self.url = threading.Lock(), ""
 
     def good(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -101,13 +99,7 @@ def fake_llama(decode: Callable[[list[int]], str]) -> Iterator[FakeLlama]:
         def _complete(self, body: dict[str, Any]) -> None:
             with fake.lock:
                 fake.bodies.append(body)
-                fake.running += 1
-                fake.most = max(fake.most, fake.running)
-            try:
-                fake.completion(self, body)
-            finally:
-                with fake.lock:
-                    fake.running -= 1
+            fake.completion(self, body)
 
         def _answer(self, how: Callable[[Any], None]) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
