@@ -20,6 +20,10 @@ from fastgrpo.versions import installed_version
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
+class VLLMVersionError(ImportError):
+    """An installed vLLM with which TRL's trainer cannot be imported."""
+
+
 def supported_range() -> SpecifierSet:
     """The vLLM versions that the installed TRL supports, from TRL's own metadata; empty where it names none."""
     for line in requires("trl") or ():

@@ -82,14 +82,21 @@ def run(arguments: argparse.Namespace) -> int:
         return USAGE
     errors = console(stderr=True)
     with errors.status("importing torch, transformers and TRL"):
-        from fastgrpo.tools.doctor.case import Case
-        from fastgrpo.tools.doctor.layers import layers
+        from fastgrpo.rollout.vllm import VLLMVersionError
+        from fastgrpo.tools.doctor.case import Case, Line
 
+        try:
+            from fastgrpo.tools.doctor.layers import layers
+
+            checks = layers(not arguments.no_step, arguments.smoke)
+        except VLLMVersionError as error:
+            found_at_import = Line("versions", "wrong", str(error), "install that, or remove vLLM")
+            checks = [("versions", lambda _: iter((found_at_import,)))]
     model = arguments.model or settings.get("model_name_or_path")
     case = Case(Path(model) if model else None, tuple(arguments.rewards), rows, settings, arguments.server)
     to = None if arguments.json else console()
     found = []
-    for line in _examine(layers(not arguments.no_step, arguments.smoke), case, errors):
+    for line in _examine(checks, case, errors):
         found.append(line)
         if to is not None:
             _show(line, to)
