@@ -134,7 +134,7 @@ def test_an_answer_just_as_large_as_allowed_is_read(speaking, monkeypatch):
         client(url).call("GET", "/x", room=24)
 
 
-def test_a_long_request_arrives_whole(speaking):
+def test_a_long_request_arrives_to_its_end(speaking):
     got = bytearray()
 
     def speak(connection: socket.socket) -> None:
@@ -143,7 +143,7 @@ def test_a_long_request_arrives_whole(speaking):
         answer("200 OK", b"{}")(connection)
 
     client(f"http://{speaking(speak)}").call("POST", "/x", {"prompt": list(range(50_000))})
-    assert json.loads(bytes(got)[bytes(got).index(b"{") :] if b"{" in got else b"null")["prompt"][-1] == 49_999
+    assert got.endswith(b" 49998, 49999]}")  # its start came with the head or not
 
 
 MESSAGES: dict[str, tuple[Speak, str]] = {
