@@ -149,9 +149,14 @@ def test_toolkit_root_comes_from_the_dryrun_of_a_wrapper_script(
 
 
 @pytest.mark.slow
-def test_with_nvcc_the_wheel_holds_a_library_without_python_in_it(checkout: Path) -> None:
+def test_with_nvcc_an_sdist_becomes_a_wheel_whose_library_loads_and_has_no_python_in_it(checkout: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc")
+    sdist, output = build(checkout, "build_sdist", build_tools(), FASTGRPO_BUILD="python")
+    assert sdist is not None, output
+    with tarfile.open(sdist) as archive:
+        archive.extractall(checkout / "unpacked", filter="data")
+    (checkout,) = (checkout / "unpacked").iterdir()
     wheel, output = build(checkout, "build_wheel", build_tools(), FASTGRPO_BUILD="cuda")
     assert wheel is not None, output
     python, abi, platform = wheel.stem.split("-")[-3:]
@@ -166,6 +171,11 @@ def test_with_nvcc_the_wheel_holds_a_library_without_python_in_it(checkout: Path
     assert "fastgrpo_build_info" in symbols
     assert not [name for name in symbols if name.startswith(("Py", "_Py"))]
     assert not [line for line in dynamic.splitlines() if "NEEDED" in line and ("python" in line or "cuda" in line)]
+
+    script = "from fastgrpo.kernels.library import library_info; print(library_info().targets)"
+    environment = os.environ | {"FASTGRPO_LIBRARY": str(file), "PYTHONPATH": str(ROOT)}
+    loaded = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "sm_90a" in loaded.stdout
 
     # A second build in the same checkout, as pip does it: the tools of the first one's build environment are gone.
     (cache,) = checkout.glob("build/temp*/CMakeCache.txt")
