@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import logging
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -115,10 +113,7 @@ def run(device: torch.device, only: list[str] | None, quick: bool) -> dict[str, 
     Returns:
         The run, see `report.record`.
     """
-    for name in ("transformers", "trl", "accelerate", "datasets"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    report.quiet()
     chosen = [setting for setting in SETTINGS if not only or any(text in setting.name for text in only)]
     rows = []
     for setting in chosen:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shlex
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -116,6 +118,14 @@ def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) ->
         else:
             out.add_section()
     _console().print(out)
+
+
+def quiet() -> None:
+    """Keeps what TRL and its neighbours say while a trainer is built out of the tables."""
+    for name in ("transformers", "trl", "accelerate", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category)
 
 
 def say(text: str) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import logging
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -66,10 +64,7 @@ def run(device: torch.device, precision: str, train: list[str], steps: int, quic
     Returns:
         The run, see `report.record`.
     """
-    for name in ("transformers", "trl", "accelerate", "datasets"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    report.quiet()
     workload = QUICK_TRAINED if quick else TRAINED
     lines: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -226,10 +224,7 @@ def run(
     Returns:
         The run, see `report.record`.
     """
-    for name in ("transformers", "trl", "accelerate", "datasets"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    report.quiet()
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     workloads = (QUICK,) if quick else WORKLOADS.get(device.type, (SMOLLM2,)) + (LONG if only else ())
