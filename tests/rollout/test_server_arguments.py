@@ -80,8 +80,8 @@ def test_a_url_s_parts(url, parts):
         *(({"sampling": value}, "sampling is .*; give a dict") for value in ("x", [1], [("a", 1)], 5)),
         ({"sampling": {1: 2}}, "sampling has the key 1; give llama.cpp's names"),
         (
-            {"sampling": {"bad": object()}},
-            r"sampling\['bad'\] is a object that JSON cannot say .*; give finite numbers",
+            {"sampling": {"bad": np.zeros(1)}},
+            r"sampling\['bad'\] is a ndarray that JSON cannot say .*; give finite numbers",
         ),
         ({"sampling": {"x": math.nan}}, r"sampling\['x'\] is a float that JSON cannot say"),
         ({"sampling": {"x": [[math.inf]]}}, r"sampling\['x'\] is a list that JSON cannot say"),
