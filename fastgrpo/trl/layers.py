@@ -20,15 +20,12 @@ from weakref import WeakKeyDictionary
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastgrpo.lora import Adapted, lora_linear
 from fastgrpo.rotary import rotary
+from fastgrpo.trl.plain_layers import compute_dtype, plain_lora
 
-# A fake one stands for a parameter where the memory plan runs layers without values.
-_PLAIN_WEIGHTS = (nn.Parameter, FakeTensor)
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 Fused = Callable[[Tensor], Tensor]
 """What computes a layer's output. It must not hold the layer, which would never be freed."""
 
@@ -174,64 +171,15 @@ def _layer_dispatcher(
 
 def _lora(layer: LoraLinear, x: Tensor, layers: FusedLayers) -> Fused | None:
     """None where the layer is not one plain adapter on one plain frozen linear layer."""
-    active = layer.active_adapters
-    if layer.disable_adapters or layer.merged or len(active) != 1 or active[0] in layer.lora_variant:
+    found = None if layer.disable_adapters else plain_lora(layer)
+    if found is None:
         return None
-    name, parts = active[0], layer._modules
-    base, down, up = parts["base_layer"], parts["lora_A"]._modules.get(name), parts["lora_B"]._modules.get(name)
-    if not (_is_plain(base) and _is_plain(down) and _is_plain(up)):
-        return None
-    if not _does_nothing(parts["lora_dropout"]._modules.get(name)) or nn.modules.module._has_any_global_hook():
-        return None
-    # By the dictionaries: this is asked for every layer and pass, and a module's attributes cost as much as a small kernel.
-    weight, bias, a, b = (
-        base._parameters["weight"],
-        base._parameters["bias"],
-        *(x._parameters["weight"] for x in (down, up)),
-    )
-    if weight.requires_grad or (bias is not None and bias.requires_grad):
-        return None
-    if down._parameters["bias"] is not None or up._parameters["bias"] is not None:
-        return None
-    dtype = _compute_dtype(x, weight, a, b)
+    weight, bias, a, b, scale = found
+    dtype = compute_dtype(x, weight, a, b)
     if dtype is None:
         return None
-    adapted = Adapted(weight, bias, *layers.copied(layer, (a, b), dtype), layer.scaling[name])
+    adapted = Adapted(weight, bias, *layers.copied(layer, (a, b), dtype), scale)
     return lambda x: lora_linear(x, adapted, a, b)
-
-
-def _is_plain(linear: nn.Module | None) -> bool:
-    return (
-        type(linear) is nn.Linear
-        and type(linear._parameters.get("weight")) in _PLAIN_WEIGHTS
-        and linear._parameters.keys() == {"weight", "bias"}
-        and _runs_only_its_forward(linear)
-    )
-
-
-def _does_nothing(dropout: nn.Module | None) -> bool:
-    idle = type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and dropout.p == 0)
-    return idle and _runs_only_its_forward(dropout)
-
-
-def _runs_only_its_forward(module: nn.Module) -> bool:
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
-
-
-def _compute_dtype(x: Tensor, weight: Tensor, down: Tensor, up: Tensor) -> torch.dtype | None:
-    """Of the layer's products; None where its own forward would mix dtypes, or devices."""
-    if not x.device == weight.device == down.device == up.device:
-        return None
-    device, dtypes = x.device.type, {x.dtype, weight.dtype, down.dtype, up.dtype}
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device) if dtypes <= _FLOATS else None
-    return x.dtype if len(dtypes) == 1 and x.is_floating_point() else None
 
 
 def _rms_norm(layer: Any, x: Tensor, layers: FusedLayers) -> Fused:
