@@ -29,39 +29,44 @@ class PassAt1:
     Outcome of `evaluate_pass_at_1`.
 
     Attributes:
-        correct: which answers were right, problem by problem.
+        correct: which answers were right, problem by problem; None = not judged.
         answers: the model's texts, special tokens left out.
         samples: answers to each problem.
     """
 
-    correct: tuple[bool, ...]
+    correct: tuple[bool | None, ...]
     answers: tuple[str, ...]
     samples: int = 1
 
     @property
     def n(self) -> int:
-        """Number of problems."""
-        return len(self.correct) // self.samples
+        """Number of problems, without those of which no answer was judged."""
+        return len(self._judged)
 
     @property
     def rate(self) -> float:
-        """Share of right answers, 0 to 1."""
-        return sum(self.correct) / len(self.correct)
+        """Share of right answers among those that were judged, 0 to 1; NaN where none was."""
+        judged = [right for problem in self._judged for right in problem]
+        return sum(judged) / len(judged) if judged else math.nan
 
     @property
     def error(self) -> float:
         """Standard error of `rate` as an estimate for all such problems; NaN where all problems went alike, or there is one."""
-        rates = [
-            sum(self.correct[i : i + self.samples]) / self.samples for i in range(0, len(self.correct), self.samples)
-        ]
+        rates = [sum(problem) / len(problem) for problem in self._judged]
         return statistics.stdev(rates) / math.sqrt(self.n) if len(set(rates)) > 1 else math.nan
+
+    @property
+    def _judged(self) -> list[list[bool]]:
+        starts = range(0, len(self.correct), self.samples)
+        problems = [[c for c in self.correct[i : i + self.samples] if c is not None] for i in starts]
+        return [problem for problem in problems if problem]
 
 
 def evaluate_pass_at_1(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
-    is_correct: Callable[[Problem, str], bool],
+    is_correct: Callable[[Problem, str], bool | None],
     *,
     max_new_tokens: int,
     batch_size: int = 32,
@@ -80,7 +85,7 @@ def evaluate_pass_at_1(
         tokenizer: its tokenizer, with a pad or an end-of-sequence token.
         problems: held-out problems; the model is given each one's `prompt`, a text as it stands, a conversation through the
             tokenizer's chat template.
-        is_correct: whether a text (without special tokens) solves a problem.
+        is_correct: whether a text (without special tokens) solves a problem; None = it does not say.
         max_new_tokens: tokens an answer may have, >= 1.
         batch_size: answers generated at once, >= 1; prompts are left-padded.
         samples: answers to each problem, >= 1.
@@ -125,8 +130,9 @@ def evaluate_pass_at_1(
             if progress is not None:
                 progress(start + len(batch), len(prompts))
     asked = (problem for problem in problems for _ in range(samples))
-    correct = (bool(is_correct(problem, answer)) for problem, answer in zip(asked, answers, strict=True))
-    return PassAt1(correct=tuple(correct), answers=tuple(answers), samples=samples)
+    judged = [is_correct(problem, answer) for problem, answer in zip(asked, answers, strict=True)]
+    correct = tuple(None if right is None else bool(right) for right in judged)
+    return PassAt1(correct=correct, answers=tuple(answers), samples=samples)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fastgrpo.tools.wording import named
+
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 Status = Literal["ok", "hint", "wrong", "skipped"]
 
@@ -65,6 +67,12 @@ class Case:
         if isinstance(targets, str):
             return targets
         return targets[0] if len(targets) == 1 and targets[0] == "all-linear" else tuple(targets)
+
+
+def fault(layer: str, error: Exception) -> Line:
+    """The line of a layer that raised: a reward function's own words, or those of the library that gave up."""
+    remedy = getattr(error, "remedy", "") or "training would stop here too: correct what it names"
+    return Line(layer, "wrong", str(error) if hasattr(error, "remedy") else named(error), remedy)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,11 @@ from trl import GRPOConfig
 import fastgrpo
 from fastgrpo.runlog import RunRecord, read_run_log
 from fastgrpo.tools.demo.quiet import quiet_libraries
-from fastgrpo.tools.doctor.case import Case, Line
+from fastgrpo.tools.doctor.case import Case, Line, fault
 from fastgrpo.tools.doctor.trainer import build_trainer
 from fastgrpo.tools.report.rows import duration
 from fastgrpo.tools.report.summary import RunSummary, summarise
+from fastgrpo.tools.reward_functions import stdout_to
 
 STEPS, PROMPTS, ROLLOUTS = 10, 10, 4
 _SMOKE = {
@@ -25,23 +27,23 @@ _SMOKE = {
     "steps_per_generation": 1,
     "generation_batch_size": None,
     "num_iterations": 1,
+    "log_completions": False,
 }
 _LAYER = "smoke"
 
 
 def check_smoke(case: Case) -> Iterator[Line]:
     """Ten prompts, four rollouts each, ten steps: seconds, wall clock of the run, peak memory against the plan."""
-    with quiet_libraries(), tempfile.TemporaryDirectory() as folder:
-        try:
+    try:
+        with stdout_to(sys.stderr), quiet_libraries(), tempfile.TemporaryDirectory() as folder:
             trainer = build_trainer(case, Path(folder), rows=PROMPTS, own_settings=True, **_SMOKE)
             log = Path(folder) / "smoke.jsonl"
             with fastgrpo.patch(trainer, fastgrpo.Options(run_log=log, on_stale="ignore")):
                 trainer.train()
-        except Exception as error:  # anything may break in somebody's model, reward or engine
-            text = (str(error).strip() or type(error).__name__).splitlines()[0]
-            yield Line(_LAYER, "wrong", f"{type(error).__name__}: {text}", "the error's text says what it misses")
-            return
-        record = read_run_log(log)
+            record = read_run_log(log)
+    except Exception as error:  # anything may break in somebody's model, reward or engine
+        yield fault(_LAYER, error)
+        return
     summary = summarise(record, _LAYER)
     seconds = summary.seconds_per_step or 0.0
     phase = f"; {summary.dominant_phase} {summary.dominant_share:.0%}" if summary.dominant_share else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ from trl import GRPOTrainer
 
 import fastgrpo
 from fastgrpo.tools.demo.quiet import quiet_libraries
-from fastgrpo.tools.doctor.case import Case, Line
+from fastgrpo.tools.doctor.case import Case, Line, fault
 from fastgrpo.tools.doctor.trainer import build_trainer
+from fastgrpo.tools.reward_functions import stdout_to
 
 _ONE_SMALL_STEP = {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
 _RATIO_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -22,12 +24,12 @@ _RATIO_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 def check_step(case: Case) -> Iterator[Line]:
     """One optimizer step on the CPU or GPU at hand: reward 0 everywhere, NaN, and the ratio before the first update."""
-    with quiet_libraries(), tempfile.TemporaryDirectory() as folder:
+    with stdout_to(sys.stderr), quiet_libraries(), tempfile.TemporaryDirectory() as folder:
         try:
-            yield from examine_step(build_trainer(case, Path(folder), **_ONE_SMALL_STEP))
+            lines = list(examine_step(build_trainer(case, Path(folder), **_ONE_SMALL_STEP)))
         except Exception as error:  # anything may break in somebody's model or reward
-            text = (str(error).strip() or type(error).__name__).splitlines()[0]
-            yield Line("one step", "wrong", f"{type(error).__name__}: {text}", "the error's text says what it misses")
+            lines = [fault("one step", error)]
+    yield from lines
 
 
 def examine_step(trainer: GRPOTrainer) -> Iterator[Line]:

@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from fastgrpo.tools.demo.loading import load
 from fastgrpo.tools.demo.toy import toy_model, toy_tokenizer
 from fastgrpo.tools.doctor.case import Case
-from fastgrpo.tools.doctor.rewards import load_function
+from fastgrpo.tools.reward_functions import guarded
 
 _ROWS = ({"prompt": "1+1="}, {"prompt": "12+30="})
 _NOT_OURS = {"output_dir", "logging_dir", "push_to_hub", "hub_token", "resume_from_checkpoint", "deepspeed", "fsdp"}
@@ -54,7 +54,7 @@ def build_trainer(case: Case, folder: Path, *, rows: int = 2, own_settings: bool
     model, tokenizer = _policy(case, gpu)
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=[load_function(spec) for spec in case.rewards] or _different_characters,
+        reward_funcs=[guarded(spec) for spec in case.rewards] or _different_characters,
         args=GRPOConfig(**settings),
         train_dataset=Dataset.from_list(_dataset(case, rows)),
         processing_class=tokenizer,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fastgrpo.tools.arguments import DONE, FAILED, USAGE, console, integer, number, positive, print_json, seed
 
 if TYPE_CHECKING:
-    from fastgrpo.tools.evaluate import PassAt1
     from fastgrpo.tools.evaluation.problems import Problem
+    from fastgrpo.tools.evaluation.result import Result
 
 _DESCRIPTION = (
     "Measures pass@1 of a saved model, a checkpoint or an adapter on held-out problems: greedy, and with --samples also the "
@@ -102,25 +102,26 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.step is not None and arguments.log is None:
         arguments.error("argument --step: only allowed with --log")
     errors = console(stderr=True)
+    with errors.status("importing torch and transformers"):
+        from fastgrpo.tools.demo.display import Display
+        from fastgrpo.tools.demo.quiet import quiet_libraries
+        from fastgrpo.tools.evaluate import evaluate_pass_at_1
+        from fastgrpo.tools.evaluation.loading import load_policy
+        from fastgrpo.tools.evaluation.problems import read_problems
+        from fastgrpo.tools.evaluation.result import Result
     try:
-        with errors.status("importing torch and transformers"):
-            from fastgrpo.runlog import append_eval
-            from fastgrpo.tools.demo.display import Display
-            from fastgrpo.tools.demo.quiet import quiet_libraries
-            from fastgrpo.tools.evaluate import evaluate_pass_at_1
-            from fastgrpo.tools.evaluation.loading import load_policy
-            from fastgrpo.tools.evaluation.problems import read_problems
-
         problems = read_problems(arguments.problems, arguments.limit)
         judge = _judge(arguments, problems)
         step = _step_of(arguments) if arguments.log else None
+        _check_outputs(arguments)
         with errors.status(f"loading {arguments.model}"), quiet_libraries():
             model, tokenizer = load_policy(arguments.model, arguments.base, _device(arguments.device))
     except ValueError as error:
-        print(f"fastgrpo eval: {error}", file=sys.stderr)
-        return USAGE
+        return _complain(error, USAGE)
     results = []
     try:
+        if arguments.reward:
+            judge.try_out(problems[0])
         with Display(errors) as display:
             for temperature, samples in ways:
                 name = "greedy" if temperature is None else f"{samples} samples, temperature {temperature:g}"
@@ -138,24 +139,38 @@ def run(arguments: argparse.Namespace) -> int:
                         seed=arguments.seed,
                         progress=lambda done, _: display.advance(done),
                     )
+                rewards = getattr(judge, "rewards", [])
+                results.append(Result(found, temperature, rewards[-len(found.correct) :]))
                 display.end(f"{found.rate:.1%}")
-                results.append(_result(found, temperature, judge))
-                if arguments.answers:
-                    _write_answers(arguments.answers, problems, found, temperature, new=len(results) == 1)
-        for result in results if arguments.log else ():
-            values = {name: result[name] for name in ("pass_at_1", "n", "temperature", "samples")}
-            append_eval(arguments.log, step, **values)
+        _write(arguments, problems, results, step)
     except Exception as error:  # a user's model, reward and disk raise what they like
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        print(f"fastgrpo eval: {type(error).__name__}: {text}", file=sys.stderr)
-        return FAILED
+        return _complain(error, FAILED)
     if arguments.json:
         print_json(
-            {"model": str(arguments.model), "problems": str(arguments.problems), "step": step, "results": results}
+            {
+                "model": str(arguments.model),
+                "problems": str(arguments.problems),
+                "step": step,
+                "results": [result.values for result in results],
+            }
         )
     else:
         _show(results)
+    for result in results:
+        if result.unjudged:
+            print(f"fastgrpo eval: {result.name}: {result.unjudged_text}; they are in no figure", file=sys.stderr)
     return DONE
+
+
+def _complain(error: Exception, status: int) -> int:
+    from fastgrpo.tools.wording import named, reason
+
+    text = str(error) if status == USAGE else reason(error) if isinstance(error, ValueError) else named(error)
+    print(f"fastgrpo eval: {text}", file=sys.stderr)
+    remedy = getattr(error, "remedy", "")
+    if remedy:
+        print(f"  -> {remedy}", file=sys.stderr)
+    return status
 
 
 def _ways(arguments: argparse.Namespace) -> list[tuple[float | None, int]]:
@@ -170,12 +185,12 @@ def _ways(arguments: argparse.Namespace) -> list[tuple[float | None, int]]:
 
 
 def _judge(arguments: argparse.Namespace, problems: Sequence[Problem]) -> Callable[[Problem, str], bool]:
-    from fastgrpo.tools.doctor.rewards import load_function
     from fastgrpo.tools.evaluation.problems import Rewarded, matcher
+    from fastgrpo.tools.reward_functions import load_function
 
     if arguments.reward is None:
         return matcher(arguments.match, problems)
-    return Rewarded(load_function(arguments.reward), arguments.solved_at)
+    return Rewarded(arguments.reward, load_function(arguments.reward), arguments.solved_at)
 
 
 def _step_of(arguments: argparse.Namespace) -> int:
@@ -204,49 +219,61 @@ def _device(name: str | None) -> Any:
     return torch.device(chosen)
 
 
-def _result(found: PassAt1, temperature: float | None, judge: Any) -> dict[str, Any]:
-    rewards = getattr(judge, "rewards", [])
-    known = [reward for reward in rewards if math.isfinite(reward)]
-    mean = sum(known) / len(known) if known else None
-    rewards.clear()
-    error = None if math.isnan(found.error) else found.error
-    return {
-        "pass_at_1": found.rate,
-        "standard_error": error,
-        "n": found.n,
-        "temperature": temperature,
-        "samples": found.samples,
-        "mean_reward": mean,
-    }
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Whether what is found can be written, before it is found; leaves nothing behind."""
+    path = arguments.answers
+    if path is not None:
+        if path.exists() and path.samefile(arguments.problems):
+            raise ValueError(f"--answers {path} is the file of the problems, and would overwrite it; name another.")
+        new = not path.exists()
+        try:
+            path.open("a").close()
+        except OSError as error:
+            raise ValueError(f"--answers {path} cannot be written: {error.strerror}.") from error
+        if new:
+            path.unlink()
+    if arguments.log is not None:
+        from fastgrpo.runlog import read_run_log
+
+        file = read_run_log(arguments.log).path
+        try:
+            file.open("r+b").close()
+        except OSError as error:
+            raise ValueError(f"--log {file} cannot be written: {error.strerror}.") from error
 
 
-def _write_answers(
-    path: Path, problems: Sequence[Problem], found: PassAt1, temperature: float | None, new: bool
+def _write(
+    arguments: argparse.Namespace, problems: Sequence[Problem], results: Sequence[Result], step: int | None
 ) -> None:
-    with path.open("w" if new else "a", encoding="utf-8") as file:
-        for index, (text, correct) in enumerate(zip(found.answers, found.correct, strict=True)):
-            problem = problems[index // found.samples]
-            line = {"prompt": problem.prompt, "completion": text, "solved": correct, "temperature": temperature}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    from fastgrpo.runlog import append_eval
+
+    if arguments.answers:
+        with arguments.answers.open("w", encoding="utf-8") as file:
+            for line in (line for result in results for line in result.answers(problems)):
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    for result in results if arguments.log else ():
+        append_eval(arguments.log, step, **result.logged)
 
 
-def _show(results: Sequence[dict[str, Any]]) -> None:
+def _show(results: Sequence[Result]) -> None:
     from rich.table import Table
 
+    columns = ["answers", "pass@1", "standard error", "problems", "mean reward"]
+    unjudged = any(result.unjudged for result in results)
     table = Table()
-    for name in ("answers", "pass@1", "standard error", "problems", "mean reward"):
+    for name in columns + ["not judged"] * unjudged:
         table.add_column(name, justify="left" if name == "answers" else "right")
     for result in results:
-        greedy = result["temperature"] is None
-        name = "greedy" if greedy else f"{result['samples']} sampled each, temperature {result['temperature']:g}"
-        error, mean = result["standard_error"], result["mean_reward"]
-        table.add_row(
-            name,
-            f"{result['pass_at_1']:.1%}",
+        values = result.values
+        error, mean = values["standard_error"], values["mean_reward"]
+        cells = [
+            result.name,
+            f"{values['pass_at_1']:.1%}",
             "-" if error is None else f"{error:.1%}",
-            str(result["n"]),
+            str(values["n"]),
             "-" if mean is None else f"{mean:.3f}",
-        )
+        ]
+        table.add_row(*cells, *[str(result.unjudged)] * unjudged)
     console().print(table)
 
 

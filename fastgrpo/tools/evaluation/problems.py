@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastgrpo.tools.doctor.case import read_rows
-from fastgrpo.tools.doctor.rewards import TRUTHS
+from fastgrpo.tools.doctor.rewards import TRUTHS, is_number, short
+from fastgrpo.tools.reward_functions import RewardError, call
 
 MATCHES = ("number", "exact", "contains")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
@@ -102,35 +102,48 @@ class Rewarded:
     Solved where a reward function gives enough.
 
     Args:
-        function: as TRL calls it: with `prompts`, `completions`, `completion_ids` and the dataset's columns.
+        spec: name of the function, for people.
+        function: as TRL calls it: with `prompts`, `completions`, `completion_ids`, the dataset's columns, and what TRL adds.
         solved_at: least reward of a right answer.
 
     Attributes:
-        rewards: given so far.
+        rewards: given so far, one for every answer; None and what is not finite included.
     """
 
-    def __init__(self, function: Callable[..., Any], solved_at: float) -> None:
-        self._function, self._solved_at = function, solved_at
-        self.rewards: list[float] = []
+    def __init__(self, spec: str, function: Callable[..., Any], solved_at: float) -> None:
+        self._spec, self._function, self._solved_at = spec, function, solved_at
+        self._stream = sys.stderr
+        self.rewards: list[float | None] = []
 
-    def __call__(self, problem: Problem, text: str) -> bool:
-        """Whether a text solves a problem; raises ValueError where the function gives no number."""
+    def try_out(self, problem: Problem) -> None:
+        """Judges one answer before any is generated; raises RewardError where that fails."""
+        self._reward(problem, problem.answer or "")
+
+    def __call__(self, problem: Problem, text: str) -> bool | None:
+        """Whether a text solves a problem; None where the reward is None or not finite, so says nothing."""
+        reward = self._reward(problem, text)
+        self.rewards.append(reward)
+        return None if says_nothing(reward) else reward >= self._solved_at
+
+    def _reward(self, problem: Problem, text: str) -> float | None:
         conversation = not isinstance(problem.prompt, str)
         completion = [{"role": "assistant", "content": text}] if conversation else text
-        columns = {name: [value] for name, value in problem.columns.items()}
-        result = self._function(prompts=[problem.prompt], completions=[completion], completion_ids=[[]], **columns)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
-        try:
-            (value,) = result
-            reward = math.nan if value is None else float(value)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"the reward function returns {result!r} for one completion; it must be one number."
-            ) from None
-        self.rewards.append(reward)
-        return reward >= self._solved_at
+        columns = {
+            name: [value] for name, value in problem.columns.items() if name not in ("completion", "completion_ids")
+        }
+        arguments = {"prompts": [problem.prompt], "completions": [completion], "completion_ids": [[]], **columns}
+        result = call(self._spec, self._function, arguments, self._stream)
+        values = list(result) if isinstance(result, Iterable) and not isinstance(result, str | bytes) else []
+        if len(values) != 1 or not (values[0] is None or is_number(values[0])):
+            raise RewardError(
+                f"{self._spec} returns {short(result)} for one completion; it must be a list of one number, or of None",
+                "return one number for every completion",
+            )
+        return None if values[0] is None else float(values[0])
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
+def says_nothing(reward: float | None) -> str:
+    """Why a reward does not judge an answer; empty where it does."""
+    if reward is None:
+        return "None"
+    return "" if math.isfinite(reward) else "NaN" if math.isnan(reward) else "infinite"

@@ -134,38 +134,52 @@ def test_a_missing_pad_token():
     assert line.status == "wrong" and line.remedy == "set tokenizer.pad_token"
 
 
+async def delayed(completions):
+    return [1.0 for _ in completions]
+
+
 @pytest.mark.parametrize(
     ("reward", "status", "said"),
     [
         (lambda completions, **_: ["good"] * len(completions), "wrong", "returns 'good', a str"),
-        (lambda completions, **_: "good", "wrong", "returns a str"),
-        (lambda completions, **_: 1.0, "wrong", "returns a float"),
-        (lambda completions, **_: None, "wrong", "returns a NoneType"),
+        (lambda completions, **_: "good", "wrong", "returns 'good', a str, instead of a list"),
+        (lambda completions, **_: 1.0, "wrong", "returns 1.0, a float, instead of a list"),
+        (lambda completions, **_: None, "wrong", "returns None instead of a list"),
+        (lambda completions, **_: torch.zeros(len(completions), 2), "wrong", "a Tensor"),
+        (lambda completions, **_: (float(len(text)) for text in completions), "ok", "the same twice"),
         (lambda completions, **_: [math.nan] * len(completions), "wrong", "returns nan for 4 of 4 completions"),
         (lambda completions, **_: [math.inf] + [0.0] * (len(completions) - 1), "wrong", "returns inf for 1 of 4"),
         (lambda completions, **_: [1.0], "wrong", "returns 1 rewards for 4 completions"),
         (lambda completions, **_: [None] * len(completions), "wrong", "None for every completion"),
         (lambda completions, **_: [0.5] * len(completions), "hint", "gives 0.5 to all 4 completions"),
-        (lambda completions, answer, **_: [1.0], "wrong", "raises TypeError"),
+        (lambda completions, answer, **_: [1.0], "wrong", "wants answer, which the rows have no column for"),
+        (
+            lambda prompts, completions, completion_ids: [1.0],
+            "wrong",
+            "does not take trainer_state, log_extra, log_metric",
+        ),
+        (lambda completions, **columns: columns["answer"], "wrong", "raises KeyError: 'answer' (test_faults.py"),
+        (lambda completions, **_: exit(4), "wrong", "calls sys.exit(4)"),
+        (lambda completions, **_: delayed(completions), "wrong", "is no `async def`"),
         (lambda completions, **_: [len(text) for text in completions], "ok", "the same twice"),
         (lambda completions, **_: torch.tensor([float(len(text)) for text in completions]), "ok", "the same twice"),
         (lambda completions, **_: [None, *map(len, completions[1:])], "ok", "2 to 35 on 4"),
     ],
 )
 def test_rewards_that_cannot_teach(reward, status, said):
-    line = examine("mine", reward, [])
+    line = only(examine("mine", reward, []))
     assert (line.status, said in line.text) == (status, True), line
     assert line.remedy or status == "ok"
 
 
 def test_constants_are_wrong_where_the_users_own_completions_should_differ():
     rows = [{"prompt": "p", "completion": "good"}, {"prompt": "p", "completion": "bad"}]
-    assert examine("mine", lambda completions, **_: [0.0] * len(completions), rows).status == "wrong"
+    assert only(examine("mine", lambda completions, **_: [0.0] * len(completions), rows)).status == "wrong"
 
 
 def test_rewards_that_differ_between_two_calls():
     calls = itertools.count()
-    line = examine("mine", lambda completions, **_: [next(calls) for _ in completions], [])
+    line = only(examine("mine", lambda completions, **_: [next(calls) for _ in completions], []))
     assert line.status == "hint" and "other rewards at the second call" in line.text
 
 
@@ -173,7 +187,7 @@ def test_asynchronous_rewards_are_awaited():
     async def reward(completions, **_):
         return [float(len(text)) for text in completions]
 
-    assert examine("mine", reward, []).status == "ok"
+    assert only(examine("mine", reward, [])).status == "ok"
 
 
 def test_a_sample_has_the_datasets_columns_its_answers_and_the_prompts_form():

@@ -73,7 +73,95 @@ def test_a_reward_function_judges(model, problems, tmp_path, capsys):
     assert evaluate(model, problems, *reward, "--solved-at", 0.5) == 0
     assert printed(capsys)[0]["pass_at_1"] == pytest.approx(4 / 6)
     assert evaluate(model, problems, "--reward", f"{tmp_path / 'mine.py'}:text") == 1
-    assert "it must be one number" in capsys.readouterr().err
+    assert "it must be a list of one number" in capsys.readouterr().err
+
+
+def reward(tmp_path, body, head="completions, answer, **_"):
+    (tmp_path / "judge.py").write_text(f"def judge({head}):\n    {body}\n")
+    return ["--reward", str(tmp_path / "judge.py") + ":judge"]
+
+
+def test_rewards_that_say_nothing_are_counted_apart_and_are_no_zero(model, problems, tmp_path, capsys):
+    # Right, right, right, right, wrong, wrong; the first is not judged, and the fifth is NaN.
+    judge = reward(
+        tmp_path, "return [{1: None, 4: float('nan')}.get(a, float(t == str(a))) for t, a in zip(completions, answer)]"
+    )
+    with RunLog(tmp_path / "log.jsonl", model="m", options=None) as log:
+        log.step(9)
+    answers = tmp_path / "answers.jsonl"
+    assert evaluate(model, problems, *judge, "--json", "--log", tmp_path, "--answers", answers) == 0
+    captured = capsys.readouterr()
+    (result,) = json.loads(captured.out)["results"]
+    assert (result["pass_at_1"], result["n"], result["unjudged"]) == (pytest.approx(3 / 4), 4, 2)
+    assert result["mean_reward"] == pytest.approx(3 / 4)
+    assert "2 of 6 answers have no reward (1 NaN, 1 None)" in captured.err
+    (line,) = read_run_log(tmp_path).evals
+    assert (line["pass_at_1"], line["n"]) == (pytest.approx(3 / 4), 4)
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [line["solved"] for line in lines] == [None, True, True, True, None, False]
+    assert [line["reward"] for line in lines] == [None, 1.0, 1.0, 1.0, "nan", 0.0]
+    assert evaluate(model, problems, *judge) == 0
+    assert "not judged" in capsys.readouterr().out
+
+
+def test_rewards_that_all_say_nothing_are_an_error(model, problems, tmp_path, capsys):
+    judge = reward(tmp_path, "return [None]")
+    assert evaluate(model, problems, *judge, "--answers", tmp_path / "answers.jsonl") == 1
+    assert "judged no answer at all: 6 None" in capsys.readouterr().err
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "head", "said"),
+    [
+        ("import sys; sys.exit(3)", "completions, **_", "judge.py:judge calls sys.exit(3) (judge.py, line 2)"),
+        ("raise KeyboardInterrupt", "completions, **_", "raises KeyboardInterrupt"),
+        ("return [1.0]", "prompts, completions", "-> add **kwargs to its arguments"),
+        ("return [1.0]", "completions, difficulty, **_", "wants difficulty, which the rows have no column for"),
+        ("import no_such_thing", "completions, **_", "-> install what provides no_such_thing"),
+        ("return [1 / 0]", "completions, **_", "ZeroDivisionError: division by zero (judge.py, line 2)"),
+    ],
+    ids=["exit", "interrupt", "signature", "column", "module", "zero"],
+)
+def test_a_reward_function_that_fails_is_found_before_any_answer(
+    body, head, said, model, problems, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        "fastgrpo.tools.evaluate.evaluate_pass_at_1", lambda *_, **__: pytest.fail("answers were generated")
+    )
+    assert evaluate(model, problems, *reward(tmp_path, body, head)) == 1
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.out == "" and "Traceback" not in captured.err
+
+
+def test_what_a_reward_function_prints_and_where_it_goes_is_kept_out(model, problems, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    body = (
+        "import os; os.chdir('elsewhere'); print('seen'); os.system('echo shelled'); return [1.0 for _ in completions]"
+    )
+    assert evaluate(model, problems, *reward(tmp_path, body), "--limit", 2, "--json", "--answers", "mine.jsonl") == 0
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)["results"][0]["pass_at_1"] == 1.0
+    assert "seen" in captured.err and "shelled" in captured.err
+    assert (tmp_path / "mine.jsonl").exists()
+
+
+def test_an_asynchronous_reward_function_judges(model, problems, tmp_path, capsys):
+    (tmp_path / "later.py").write_text("async def judge(completions, **_):\n    return [1.0 for _ in completions]\n")
+    assert evaluate(model, problems, "--json", "--reward", f"{tmp_path / 'later.py'}:judge") == 0
+    assert printed(capsys)[0]["pass_at_1"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["nowhere/answers.jsonl", "folder", "test.jsonl"])
+def test_answers_that_cannot_be_written_are_said_before_anything_is_loaded(name, problems, tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    before = problems.read_text()
+    assert evaluate(tmp_path / "no-model", problems, "--answers", tmp_path / name) == 2
+    assert f"--answers {tmp_path / name}" in capsys.readouterr().err
+    assert problems.read_text() == before
+    assert evaluate(tmp_path / "no-model", problems, "--answers", tmp_path / "new.jsonl") == 2
+    assert not (tmp_path / "new.jsonl").exists()
 
 
 def test_an_adapter_is_loaded_over_its_base(model, problems, tmp_path, capsys):

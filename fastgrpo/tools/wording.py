@@ -1,0 +1,36 @@
+"""Errors of other people's code, in words for one line."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+import fastgrpo
+
+_MOST_CHARACTERS = 400
+_NOT_THE_USERS = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib", "platlib")]
+_NOT_THE_USERS.append(Path(fastgrpo.__file__).parent)
+
+
+def reason(error: BaseException) -> str:
+    """An error's text on one line, whole up to a few hundred characters; its type's name where it has no text."""
+    text = " ".join(str(error).split()).rstrip(". ") or type(error).__name__
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return text[:_MOST_CHARACTERS].rsplit(" ", 1)[0] + " ..."
+
+
+def named(error: BaseException) -> str:
+    """The same, after the name of its type."""
+    name, text = type(error).__name__, reason(error)
+    return name if text == name else f"{name}: {text}"
+
+
+def place(error: BaseException) -> str:
+    """` (FILE, line N)` of the innermost frame that is neither Python's, a package's nor ours; empty where there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_absolute() and not any(path.is_relative_to(folder) for folder in _NOT_THE_USERS):
+            return f" ({path.name}, line {frame.lineno})"
+    return ""
