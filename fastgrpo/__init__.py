@@ -5,12 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fastgrpo.head import LogProbs, linear_grpo_loss, linear_logprob
-from fastgrpo.kernels.backends import Backend, Backends, backends
-from fastgrpo.objective import AdaptiveEntropy, GRPOStats, Objective, grpo_loss, sampler_importance_ratio
-from fastgrpo.packing import LeftPacked, Packed, left_pack, pack, unpack
-
 if TYPE_CHECKING:
+    from fastgrpo.head import LogProbs, linear_grpo_loss, linear_logprob
+    from fastgrpo.kernels.backends import Backend, Backends, backends
+    from fastgrpo.objective import AdaptiveEntropy, GRPOStats, Objective, grpo_loss, sampler_importance_ratio
+    from fastgrpo.packing import LeftPacked, Packed, left_pack, pack, unpack
     from fastgrpo.tools.plan.estimate import estimate_memory
     from fastgrpo.tools.plan.memory import MemoryPlan
     from fastgrpo.tools.plan.settings import PlanSettings
@@ -46,17 +45,28 @@ __all__ = [
     "unpatch_trl",
 ]
 
-# Where the wiring and the tools live. They import TRL or transformers; someone with an own training loop need not have them.
-_WHERE = dict.fromkeys(("Options", "Patch", "UnsupportedError", "patch", "unpatch"), "fastgrpo.trl") | {
-    "MemoryPlan": "fastgrpo.tools.plan.memory",
-    "PlanSettings": "fastgrpo.tools.plan.settings",
-    "estimate_memory": "fastgrpo.tools.plan.estimate",
-    "patch_trl": "fastgrpo.trl.names",
-    "unpatch_trl": "fastgrpo.trl.names",
+_MODULES = {
+    "fastgrpo.head": ("LogProbs", "linear_grpo_loss", "linear_logprob"),
+    "fastgrpo.kernels.backends": ("Backend", "Backends", "backends"),
+    "fastgrpo.objective": ("AdaptiveEntropy", "GRPOStats", "Objective", "grpo_loss", "sampler_importance_ratio"),
+    "fastgrpo.packing": ("LeftPacked", "Packed", "left_pack", "pack", "unpack"),
+    "fastgrpo.tools.plan.estimate": ("estimate_memory",),
+    "fastgrpo.tools.plan.memory": ("MemoryPlan",),
+    "fastgrpo.tools.plan.settings": ("PlanSettings",),
+    "fastgrpo.trl": ("Options", "Patch", "UnsupportedError", "patch", "unpatch"),
+    "fastgrpo.trl.names": ("patch_trl", "unpatch_trl"),
 }
+"""Modules by the public names in them, each imported when one is first asked for: the command line starts without torch, and
+someone with an own training loop need not have TRL."""
+_WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
-    raise AttributeError(f"module 'fastgrpo' has no attribute {name!r}")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'fastgrpo' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_WHERE[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""What the subcommands of `fastgrpo` share: exit statuses, types of arguments, the console."""
+"""What the subcommands of `fastgrpo` share: the parser and types of arguments, the console, JSON, exit statuses."""
 
 from __future__ import annotations
 
@@ -6,12 +6,34 @@ import argparse
 import io
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fastgrpo.tools.process import DONE, FAILED, INTERRUPTED, UNREAD, USAGE, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+__all__ = [
+    "DONE",
+    "FAILED",
+    "INTERRUPTED",
+    "UNREAD",
+    "USAGE",
+    "Parser",
+    "console",
+    "integer",
+    "number",
+    "positive",
+    "print_json",
+    "seed",
+]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in a line of its own, without a page of usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}\n`{self.prog} --help` tells what is allowed.\n")
 
 
 def integer(text: str) -> int:
@@ -53,12 +75,16 @@ def console(stderr: bool = False) -> Console:
     """A rich console on stdout or stderr; colours follow the terminal and NO_COLOR, and no sign makes it fail."""
     from rich.console import Console
 
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # to `main`: rich would end with a status that means something else here
+
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # an output in ASCII has no tick
-    return Console(stderr=stderr)
+    return Output(stderr=stderr)
 
 
 def print_json(value: Any) -> None:
     """One indented JSON document on stdout."""
-    print(json.dumps(value, indent=2, allow_nan=False))
+    write_json(json.dumps(value, indent=2, allow_nan=False))
