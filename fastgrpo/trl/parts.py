@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,8 +98,6 @@ class _Costs:
 
 def parts_obstacle(trainer: GRPOTrainer) -> str:
     """Why a forward of this trainer cannot run in parts; empty where it can."""
-    if trainer._is_vlm:
-        return "images are not taken apart by row"
     if trainer.aux_loss_enabled:
         return "the auxiliary loss is no sum over rows"
     if overrides(trainer, SCORING_METHOD):
@@ -137,10 +134,7 @@ def check_limits(trainer: GRPOTrainer, limits: Limits) -> None:
 
 def score_in_parts(
     model: torch.nn.Module,
-    score: Callable[[torch.nn.Module, Tensor, Tensor, Tensor | None], Outputs],
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    counted: Tensor | None,
+    score: Callable[[torch.nn.Module, Tensor], Outputs],
     parts: list[Tensor],
     recompute: bool = True,
 ) -> Outputs:
@@ -150,28 +144,24 @@ def score_in_parts(
     Args:
         model: as accelerate wrapped it. DDP's wrapper is entered once, around all parts, so ranks may have different numbers
             of them; the backward pass never enters it.
-        score: of a model and some rows; runs again in the backward pass, with the random numbers and the autocast of its
-            first run, possibly in another thread.
-        input_ids, attention_mask: `[B, L]`.
-        counted: `[B, T]` bool, tokens that are computed; None = all.
+        score: of a model and the numbers of some rows; runs again in the backward pass, with the random numbers and the
+            autocast of its first run, possibly in another thread.
         parts: from `Limits.split`.
         recompute: False = what a part needs for its backward pass stays.
     """
 
-    def forward(module: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, counted: Tensor | None) -> Outputs:
-        run_again = partial(checkpoint, use_reentrant=False)
+    def forward(module: torch.nn.Module) -> Outputs:
         # Their random number generators are restored along with those of the rows' device.
         devices = [torch.empty(0, device=device) for device in {p.device for p in module.parameters()}]
 
-        def one(input_ids: Tensor, attention_mask: Tensor, counted: Tensor | None, *devices: Tensor) -> Outputs:
-            return score(module, input_ids, attention_mask, counted)
+        def one(rows: Tensor, *devices: Tensor) -> Outputs:
+            return score(module, rows)
 
         results = []
         for number, rows in enumerate(parts):
-            given = (input_ids[rows], attention_mask[rows], None if counted is None else counted[rows], *devices)
             # What the last part needs is needed first: the backward pass starts there.
             kept = number == len(parts) - 1 or not recompute or not torch.is_grad_enabled()
-            results.append(one(*given) if kept else run_again(one, *given))
+            results.append(one(rows) if kept else checkpoint(one, rows, *devices, use_reentrant=False))
         place = torch.cat(parts).argsort()
         logprobs, entropies = zip(*results, strict=True)
         return (
@@ -180,11 +170,11 @@ def score_in_parts(
         )
 
     if not isinstance(model, DistributedDataParallel):
-        return forward(model, input_ids, attention_mask, counted)
+        return forward(model)
     inner = model.module
     model._modules["module"] = _StandIn(inner, forward)
     try:
-        return model(input_ids, attention_mask, counted)
+        return model()
     finally:
         model._modules["module"] = inner
 
@@ -192,12 +182,12 @@ def score_in_parts(
 class _StandIn(torch.nn.Module):
     """What DDP's wrapper calls in place of the module it wraps, whose buffers it broadcasts before."""
 
-    def __init__(self, inner: torch.nn.Module, function: Callable[..., Outputs]) -> None:
+    def __init__(self, inner: torch.nn.Module, function: Callable[[torch.nn.Module], Outputs]) -> None:
         super().__init__()
         self.inner, self.function = inner, function
 
-    def forward(self, *args: Any) -> Outputs:
-        return self.function(self.inner, *args)
+    def forward(self) -> Outputs:
+        return self.function(self.inner)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         return self.inner.named_buffers(*args, **kwargs)

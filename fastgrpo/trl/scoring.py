@@ -7,6 +7,7 @@ the layout of the rows (no padding, shared prompts once; or left-packed), and th
 
 from __future__ import annotations
 
+import inspect
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +31,7 @@ from fastgrpo.trl.compat import (
 )
 from fastgrpo.trl.fused import FusedLoss
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
-from fastgrpo.trl.images import LeftPackedForward
+from fastgrpo.trl.images import ImagesByRow, LeftPackedForward
 from fastgrpo.trl.layers import FusedLayers
 from fastgrpo.trl.offload import Offload
 from fastgrpo.trl.parts import Limits, score_in_parts
@@ -135,9 +136,16 @@ class ScoringMethod(Standing):
         odd = not 0 < logits_to_keep < input_ids.shape[1]
         pictured = any(value is not None for value in model_inputs.values())
         if odd or self._own_method or pictured:
-            packed = pictured and self.layout != "none" and not (odd or self._own_method)
-            with head_call(HeadCall(self.plan, entropy)), self.fused.in_use(), self._saving(model):
-                result = trainer_s_own(LeftPackedForward(model) if packed else model)
+            if self.limits and pictured and not odd:
+                images = ImagesByRow(model_inputs, input_ids.shape[0])
+                with profiling_context(self.trainer, SCORING_METHOD), self._saving(model):
+                    result = self._score_images_within_limits(
+                        model, input_ids, attention_mask, logits_to_keep, batch_size, entropy, images
+                    )
+            else:
+                packed = pictured and self.layout != "none" and not (odd or self._own_method)
+                with head_call(HeadCall(self.plan, entropy)), self.fused.in_use(), self._saving(model):
+                    result = trainer_s_own(LeftPackedForward(model) if packed else model)
             if self.loss is not None:
                 return *self.loss.scored(result[0], result[1]), result[2]
             return result
@@ -208,6 +216,51 @@ class ScoringMethod(Standing):
         """While this is open, what is kept for the backward pass goes where the options say."""
         return nullcontext() if self.offload is None else self.offload.saving(model)
 
+    def _split(
+        self, model: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int
+    ) -> list[Tensor]:
+        """Row numbers of parts within the limits, see `Limits.split`."""
+        scored = attention_mask != 0
+        scored[:, : input_ids.shape[1] - logits_to_keep] = False
+        layout = self._possible(model, attention_mask, scored, self.layout)
+        return self.limits.split(input_ids, attention_mask, scored, layout, self.share_prefix)
+
+    @property
+    def _recompute(self) -> bool:
+        # What is kept of a part in host memory is not alive on the device.
+        return self.offload is None
+
+    def _score_images_within_limits(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None,
+        entropy: Entropy,
+        images: ImagesByRow,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        trl_s_own = inspect.unwrap(getattr(GRPOTrainer, SCORING_METHOD))  # timed once, not once a part
+
+        def score(model: torch.nn.Module, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+            with head_call(HeadCall(self.plan, entropy)), self.fused.in_use():
+                return trl_s_own(
+                    self.trainer,
+                    model if self.layout == "none" else LeftPackedForward(model),
+                    input_ids[rows],
+                    attention_mask[rows],
+                    logits_to_keep,
+                    compute_entropy=entropy != "none",
+                    **images.take(rows),
+                )[:2]
+
+        results = []
+        for rows in torch.arange(input_ids.shape[0], device=input_ids.device).split(batch_size or input_ids.shape[0]):
+            parts = [rows[part] for part in self._split(model, input_ids[rows], attention_mask[rows], logits_to_keep)]
+            results.append(score_in_parts(model, score, parts, self._recompute))
+        logprobs, entropies = zip(*results, strict=True)
+        return torch.cat(logprobs), None if entropy == "none" else torch.cat(entropies), None
+
     def _score_within_limits(
         self,
         model: torch.nn.Module,
@@ -220,20 +273,14 @@ class ScoringMethod(Standing):
         fused_loss: FusedLoss | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.limits:
-            scored = attention_mask != 0
-            scored[:, : input_ids.shape[1] - logits_to_keep] = False
-            layout = self._possible(model, attention_mask, scored, self.layout)
-            parts = self.limits.split(input_ids, attention_mask, scored, layout, self.share_prefix)
+            parts = self._split(model, input_ids, attention_mask, logits_to_keep)
             if len(parts) > 1:
 
-                def score(
-                    model: torch.nn.Module, ids: Tensor, mask: Tensor, counted: Tensor | None
-                ) -> tuple[Tensor, Tensor | None]:
-                    return self._score(model, ids, mask, logits_to_keep, entropy, False, self.layout, counted)[:2]
+                def score(model: torch.nn.Module, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+                    ids, mask, shown = input_ids[rows], attention_mask[rows], None if counted is None else counted[rows]
+                    return self._score(model, ids, mask, logits_to_keep, entropy, False, self.layout, shown)[:2]
 
-                # What is kept of a part in host memory is not alive on the device.
-                recompute = self.offload is None
-                return *score_in_parts(model, score, input_ids, attention_mask, counted, parts, recompute), None
+                return *score_in_parts(model, score, parts, self._recompute), None
         return self._score(
             model,
             input_ids,
