@@ -15,6 +15,7 @@ import torch.distributed as dist
 from peft import LoraConfig
 from sampler import SampledTrainer
 from tiny import tiny_trainer
+from tiny_images import vision_settings
 from trl import GRPOTrainer
 from twins import assert_same_metrics, assert_same_parameters, trained_parameters
 
@@ -70,6 +71,11 @@ CASES: dict[str, dict[str, Any]] = {
         "lora": False,
         "gradient_checkpointing": True,
         "ddp_find_unused_parameters": True,
+    },
+    "images in parts, checkpointing": {
+        "options": {"mini_batch_size": 1},
+        "gradient_checkpointing": True,
+        **vision_settings([0, 1, 3, 1, 3, 1]),
     },
 }
 
