@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from fastgrpo.tools.wording import ToolError, reason
+
 
 class HasPrompt(Protocol):
     """A problem: anything with a `prompt`, a text or a conversation."""
@@ -97,7 +99,8 @@ def evaluate_pass_at_1(
         PassAt1.
 
     Raises:
-        ValueError: no problems, an empty prompt, a size below 1, or a tokenizer that has nothing to pad with.
+        ValueError: no problems, an empty prompt, a size below 1, or a tokenizer that has nothing to pad with or is another
+            model's.
     """
     if not problems:
         raise ValueError("problems is empty; pass@1 needs at least one.")
@@ -111,9 +114,8 @@ def evaluate_pass_at_1(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad is None:
         raise ValueError("the tokenizer has neither a pad nor an end-of-sequence token; set tokenizer.pad_token.")
-    prompts = [prompt_ids(tokenizer, problem.prompt) for problem in problems]
-    if not all(prompts):
-        raise ValueError(f"problem {prompts.index([])} has an empty prompt; there is nothing to continue.")
+    embeddings = model.get_input_embeddings()
+    prompts = tokenised(tokenizer, [problem.prompt for problem in problems], len(embeddings.weight))
 
     config = _generation_config(model, tokenizer, max_new_tokens, pad, temperature)
     config.num_return_sequences = samples
@@ -135,10 +137,49 @@ def evaluate_pass_at_1(
     return PassAt1(correct=correct, answers=tuple(answers), samples=samples)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-    """Ids of a prompt: of a text as it stands, of a conversation as the chat template writes it."""
+def tokenised(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Sequence[Mapping[str, str]]], vocabulary: int | None
+) -> list[list[int]]:
+    """
+    Ids of prompts: of a text as it stands, of a conversation as the chat template writes it.
+
+    Args:
+        tokenizer: of the model.
+        prompts: texts or conversations.
+        vocabulary: tokens that the model knows; None = not looked at.
+
+    Raises:
+        ToolError: a prompt that cannot be written, is empty, or has a token that the model does not know.
+    """
+    rows = []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            ids = _ids(tokenizer, prompt)
+        except ToolError:
+            raise
+        except Exception as error:  # a template raises what it likes
+            raise ToolError(f"prompt {number} cannot be tokenised: {reason(error)}", "correct it") from error
+        if not ids:
+            raise ToolError(f"prompt {number} is empty: there is nothing to continue", "give it a text, or drop it")
+        if vocabulary is not None and max(ids) >= vocabulary:
+            raise ToolError(
+                f"prompt {number} has token {max(ids)}, and the model knows {vocabulary}: the tokenizer is another model's",
+                "save the model's own tokenizer beside it",
+            )
+        rows.append(ids)
+    return rows
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
+    if not isinstance(prompt, Sequence):
+        raise TypeError(f"it is a {type(prompt).__name__}, neither a text nor a conversation")
+    if tokenizer.chat_template is None:
+        raise ToolError(
+            "the prompts are conversations, and the tokenizer has no chat template to write them with",
+            "give prompts that are texts, or set tokenizer.chat_template and save it beside the model",
+        )
     ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
     return ids["input_ids"]
 

@@ -20,25 +20,15 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TextIO
 
-from fastgrpo.tools.wording import named, place, reason
+from fastgrpo.tools.wording import ToolError, named, place, reason
 
 OF_THE_TRAINER = ("trainer_state", "log_extra", "log_metric")
 """What TRL passes to every reward function beside `prompts`, `completions`, `completion_ids` and the dataset's columns."""
 _OWN_FILES: dict[Path, ModuleType] = {}
 
 
-class RewardError(ValueError):
-    """
-    A reward function that cannot be used.
-
-    Args:
-        text: what is wrong with it.
-        remedy: what to do.
-    """
-
-    def __init__(self, text: str, remedy: str) -> None:
-        super().__init__(text)
-        self.remedy = remedy
+class RewardError(ToolError):
+    """A reward function that cannot be used."""
 
 
 @dataclass

@@ -13,6 +13,20 @@ _NOT_THE_USERS = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "pure
 _NOT_THE_USERS.append(Path(fastgrpo.__file__).parent)
 
 
+class ToolError(ValueError):
+    """
+    Something of the user's that cannot be used.
+
+    Args:
+        text: what is wrong with it.
+        remedy: what to do.
+    """
+
+    def __init__(self, text: str, remedy: str) -> None:
+        super().__init__(text)
+        self.remedy = remedy
+
+
 def reason(error: BaseException) -> str:
     """An error's text on one line, whole up to a few hundred characters; its type's name where it has no text."""
     text = " ".join(str(error).split()).rstrip(". ") or type(error).__name__

@@ -125,7 +125,7 @@ def test_the_model_is_restored_when_a_callback_fails():
     ("changes", "message"),
     [
         ({"problems": []}, "problems is empty"),
-        ({"problems": [*PROBLEMS, Digit("", "1")]}, "problem 6 has an empty prompt"),
+        ({"problems": [*PROBLEMS, Digit("", "1")]}, "prompt 7 is empty"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
         ({"samples": 2}, "greedy answers are all the same; give a temperature"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fastgrpo.tools.checkpoint import load_model, load_tokenizer
 from fastgrpo.tools.demo.errors import DemoError
+from fastgrpo.tools.wording import ToolError
 
 
 def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -23,18 +25,14 @@ def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     gguf = {"gguf_file": path.name} if path.is_file() else {}
     source = str(path.parent if path.is_file() else path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, local_files_only=True, trust_remote_code=False, padding_side="left", **gguf
-        )
-        model = AutoModelForCausalLM.from_pretrained(
-            source, local_files_only=True, trust_remote_code=False, dtype=torch.float32, **gguf
-        )
-    except Exception as error:  # what a file that is no model raises is as varied as such files
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        tokenizer = load_tokenizer(source, **gguf)
+        model = load_model(source, torch.float32, **gguf)
+    except ToolError as error:
         raise DemoError(
-            f"{path} cannot be loaded as a language model: {reason}. Give a folder with config.json, weights and tokenizer, "
-            "or a .gguf file."
+            f"{path} cannot be loaded as a language model: {error}. Give a folder with config.json, weights and tokenizer, or "
+            "a .gguf file."
         ) from error
+    tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return (_plain(model) if gguf else model), tokenizer

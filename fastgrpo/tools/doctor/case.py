@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fastgrpo.tools.wording import named
+from fastgrpo.tools.wording import ToolError, named
 
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 Status = Literal["ok", "hint", "wrong", "skipped"]
@@ -70,9 +70,10 @@ class Case:
 
 
 def fault(layer: str, error: Exception) -> Line:
-    """The line of a layer that raised: a reward function's own words, or those of the library that gave up."""
-    remedy = getattr(error, "remedy", "") or "training would stop here too: correct what it names"
-    return Line(layer, "wrong", str(error) if hasattr(error, "remedy") else named(error), remedy)
+    """The line of a layer that raised: this program's own words, or those of the library that gave up."""
+    if isinstance(error, ToolError):
+        return Line(layer, "wrong", str(error), error.remedy)
+    return Line(layer, "wrong", named(error), "training would stop here too: correct what it names")
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -4,70 +4,112 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from fastgrpo.tools.doctor.case import Case, Line
-from fastgrpo.tools.evaluate import prompt_ids
-from fastgrpo.tools.plan.shape import build, measure, read_config
+from fastgrpo.tools.checkpoint import check_weights, context_of, folder_of, load_tokenizer, read_model_config
+from fastgrpo.tools.demo.quiet import quiet_libraries
+from fastgrpo.tools.doctor.case import Case, Line, fault
+from fastgrpo.tools.evaluate import tokenised
+from fastgrpo.tools.plan.shape import ModelShape, build, measure
+from fastgrpo.tools.wording import ToolError, reason
 
 _COMPLETION = 256
 """TRL's `max_completion_length`."""
 
 
 def check_policy(case: Case) -> Iterator[Line]:
-    """What trains, whether there is something to pad with, and whether prompts leave room for completions."""
+    """Whether the model can be loaded, what of it trains, and whether its tokenizer and context fit the prompts."""
     if case.model is None:
         yield Line("trained", "skipped", "no --model given")
         return
     try:
-        name, config = read_config(case.model)
-        shape = measure(name, build(config, "bfloat16", case.lora_rank, case.lora_targets))
-    except ValueError as error:
-        layer = "trained" if "lora_targets" in str(error) else "model"
-        text = str(error).replace("lora_targets=", "target_modules=")
-        remedy = "name layers that exist; `all-linear` takes all" if layer == "trained" else "give a local folder"
-        yield Line(layer, "wrong", text, remedy)
+        with quiet_libraries():
+            folder = folder_of(case.model)
+            config = read_model_config(folder)
+            context = context_of(config)
+            check_weights(folder, config)
+            shape = _measure(case, config)
+    except ToolError as error:
+        yield fault("trained" if "target_modules" in str(error) else "model", error)
         return
     trained = shape.adapter_parameters if case.lora_rank else shape.parameters
     how = f"LoRA of rank {case.lora_rank}" if case.lora_rank else "all of the model"
-    yield Line("trained", "ok", f"{trained / 1e6:.3g} M of {shape.parameters / 1e6:.3g} M parameters ({how})")
+    yield Line("trained", "ok", f"{_parameters(trained)} of {_parameters(shape.parameters)} parameters ({how})")
     if shape.parameters < 1.5e9:
         yield Line(
             "trained",
             "hint",
-            f"{shape.parameters / 1e9:.2g} B parameters; below 1.5 B, models seldom learn to reason at length "
+            f"{_parameters(shape.parameters)} parameters; below 1.5 B, models seldom learn to reason at length "
             "(Unsloth's reinforcement learning guide)",
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(case.model), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what a folder without a tokenizer raises is as varied as such folders
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        yield Line(
-            "tokenizer", "wrong", f"{case.model} has no tokenizer that loads: {reason}", "save it beside the model"
-        )
-        return
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    yield from check_tokenizer(case, tokenizer, context)
+        with quiet_libraries():
+            tokenizer = load_tokenizer(str(folder))
+            lines = list(check_tokenizer(case, tokenizer, context, shape.vocabulary))
+    except ToolError as error:
+        lines = [fault("tokenizer", error)]
+    yield from lines
 
 
-def check_tokenizer(case: Case, tokenizer: PreTrainedTokenizerBase, context: int | None) -> Iterator[Line]:
-    """Padding, and prompts against the context of the model."""
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+
+
+def _measure(case: Case, config: PretrainedConfig) -> ModelShape:
+    try:
+        return measure(str(case.model), build(config, "bfloat16", case.lora_rank, case.lora_targets))
+    except Exception as error:  # what a configuration that does not build raises is as varied as configurations
+        text = reason(error)
+        if "lora_targets" in text:
+            raise ToolError(
+                text.replace("lora_targets=", "target_modules="), "name layers that exist; `all-linear` takes all"
+            ) from error
+        raise ToolError(f"{case.model} does not build a model: {text}", "restore its config.json") from error
+
+
+def check_tokenizer(
+    case: Case, tokenizer: PreTrainedTokenizerBase, context: int | None, vocabulary: int | None = None
+) -> Iterator[Line]:
+    """
+    Padding, and prompts against the context of the model.
+
+    Args:
+        case: what is asked about.
+        tokenizer: of the model.
+        context: tokens that the model was made for; None = unknown.
+        vocabulary: tokens that the model knows; None = unknown.
+
+    Raises:
+        ToolError: prompts that do not become tokens of the model.
+    """
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         yield Line(
             "tokenizer",
             "wrong",
             "it has neither a pad token nor an end-of-sequence token, so rows cannot be padded",
-            "set tokenizer.pad_token",
+            "set tokenizer.pad_token and tokenizer.eos_token, and save it beside the model",
         )
         return
+    if tokenizer.eos_token_id is None:
+        text = "there is no end-of-sequence token: every completion runs to max_completion_length"
+        yield Line("tokenizer", "hint", text, "set tokenizer.eos_token, and save it beside the model")
     if tokenizer.pad_token_id is None:
         text = f"there is no pad token; TRL pads with the end token {tokenizer.eos_token!r}"
         yield Line("tokenizer", "hint", text, "set tokenizer.pad_token where another token is meant")
     completion = int(case.settings.get("max_completion_length") or _COMPLETION)
-    if not case.rows or context is None:
+    if context is not None and completion >= context:
+        yield Line(
+            "tokenizer",
+            "wrong",
+            f"max_completion_length is {completion}{'' if 'max_completion_length' in case.settings else ' (the default)'}, and "
+            f"the model's context has {context} tokens, prompt included",
+            f"set it below {context} less the longest prompt (--config)",
+        )
+        return
+    lengths = [len(ids) for ids in tokenised(tokenizer, [row["prompt"] for row in case.rows], vocabulary)]
+    if not lengths or context is None:
         yield Line("tokenizer", "ok", f"{len(tokenizer)} tokens; context {context or 'unknown'}")
         return
-    lengths = [len(prompt_ids(tokenizer, row["prompt"])) for row in case.rows]
     longest = max(lengths)
     too_long = sum(length + completion > context for length in lengths)
     if too_long:
@@ -76,7 +118,7 @@ def check_tokenizer(case: Case, tokenizer: PreTrainedTokenizerBase, context: int
             "wrong",
             f"{too_long} of {len(lengths)} prompts are too long: the longest has {longest} tokens, with {completion} of "
             f"completion more than the model's context of {context}",
-            "drop or shorten them; TRL does not",
+            "drop or shorten them, TRL does not; or lower max_completion_length",
         )
         return
     yield Line("tokenizer", "ok", f"longest prompt {longest} + completion {completion} of {context} tokens of context")

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from fastgrpo.tools.demo.loading import load
+from fastgrpo.tools.checkpoint import load_model, load_tokenizer
 from fastgrpo.tools.demo.toy import toy_model, toy_tokenizer
 from fastgrpo.tools.doctor.case import Case
 from fastgrpo.tools.reward_functions import guarded
@@ -70,7 +70,7 @@ def _policy(case: Case, gpu: bool) -> tuple[Any, Any]:
         return toy_model(tokenizer), tokenizer
     if gpu:
         return str(case.model), None  # TRL loads it in the checkpoint's dtype
-    return load(case.model)
+    return load_model(str(case.model), torch.float32), load_tokenizer(str(case.model))
 
 
 def _dataset(case: Case, rows: int) -> list[dict[str, Any]]:

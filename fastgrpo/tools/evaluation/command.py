@@ -103,12 +103,15 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.error("argument --step: only allowed with --log")
     errors = console(stderr=True)
     with errors.status("importing torch and transformers"):
+        from fastgrpo.tools.checkpoint import context_of
         from fastgrpo.tools.demo.display import Display
         from fastgrpo.tools.demo.quiet import quiet_libraries
-        from fastgrpo.tools.evaluate import evaluate_pass_at_1
+        from fastgrpo.tools.evaluate import evaluate_pass_at_1, tokenised
         from fastgrpo.tools.evaluation.loading import load_policy
-        from fastgrpo.tools.evaluation.problems import read_problems
+        from fastgrpo.tools.evaluation.problems import check_room, read_problems
         from fastgrpo.tools.evaluation.result import Result
+        from fastgrpo.tools.reward_functions import RewardError
+        from fastgrpo.tools.wording import ToolError
     try:
         problems = read_problems(arguments.problems, arguments.limit)
         judge = _judge(arguments, problems)
@@ -116,8 +119,12 @@ def run(arguments: argparse.Namespace) -> int:
         _check_outputs(arguments)
         with errors.status(f"loading {arguments.model}"), quiet_libraries():
             model, tokenizer = load_policy(arguments.model, arguments.base, _device(arguments.device))
+        lengths = [len(ids) for ids in tokenised(tokenizer, [problem.prompt for problem in problems], None)]
+        check_room(lengths, arguments.max_new_tokens, context_of(model.config))
     except ValueError as error:
         return _complain(error, USAGE)
+    except Exception as error:  # a model too large for the device, say
+        return _complain(error, FAILED)
     results = []
     try:
         if arguments.reward:
@@ -143,6 +150,8 @@ def run(arguments: argparse.Namespace) -> int:
                 results.append(Result(found, temperature, rewards[-len(found.correct) :]))
                 display.end(f"{found.rate:.1%}")
         _write(arguments, problems, results, step)
+    except ToolError as error:
+        return _complain(error, FAILED if isinstance(error, RewardError) else USAGE)
     except Exception as error:  # a user's model, reward and disk raise what they like
         return _complain(error, FAILED)
     if arguments.json:
@@ -163,9 +172,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _complain(error: Exception, status: int) -> int:
-    from fastgrpo.tools.wording import named, reason
+    from fastgrpo.tools.wording import ToolError, named, reason
 
-    text = str(error) if status == USAGE else reason(error) if isinstance(error, ValueError) else named(error)
+    own = status == USAGE or isinstance(error, ToolError)
+    text = str(error) if own else reason(error) if isinstance(error, ValueError) else named(error)
     print(f"fastgrpo eval: {text}", file=sys.stderr)
     remedy = getattr(error, "remedy", "")
     if remedy:

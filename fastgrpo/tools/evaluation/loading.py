@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-_ADAPTER = "adapter_config.json"
+from fastgrpo.tools.checkpoint import ADAPTER, check_files, load_model, load_tokenizer, read_model_config
+from fastgrpo.tools.wording import ToolError, named, reason
 
 
 def load_policy(path: Path, base: str | None, device: torch.device) -> tuple[Any, Any]:
@@ -24,40 +24,59 @@ def load_policy(path: Path, base: str | None, device: torch.device) -> tuple[Any
         device: where to run; on a CPU in float32, elsewhere in the checkpoint's dtype.
 
     Raises:
-        ValueError: nothing that can be loaded.
+        ToolError: nothing that can be loaded.
     """
     if not path.exists():
-        raise ValueError(f"there is no {path}; give a folder as save_pretrained or a checkpoint writes it.")
-    adapter = path / _ADAPTER if path.is_dir() else None
-    has_adapter = adapter is not None and adapter.exists()
-    if base is not None and not has_adapter:
-        raise ValueError(f"{path} holds no adapter ({_ADAPTER}), so --base has no meaning.")
+        raise ToolError(
+            f"there is no folder or file {path}", "give a folder as save_pretrained or a checkpoint writes it"
+        )
+    if path.is_file() and path.suffix != ".gguf":
+        raise ToolError(f"{path} is a file", "give the folder it is in, or a .gguf file")
+    adapter = path / ADAPTER
+    if not adapter.exists():
+        if base is not None:
+            raise ToolError(f"{path} holds no adapter ({ADAPTER}), so --base has no meaning", "leave it out")
+        model, tokenizer = _whole(path, device)
+        return model.to(device).eval(), tokenizer
+    source = base or _base_of(adapter)
+    own_tokenizer = (path / "tokenizer_config.json").exists()
     try:
-        source = str(path)
-        if has_adapter:
-            source = base or json.loads(adapter.read_text())["base_model_name_or_path"]
-        gguf = {"gguf_file": path.name} if path.is_file() else {}
-        source = str(path.parent) if path.is_file() else source
-        dtype = torch.float32 if device.type == "cpu" else "auto"
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, local_files_only=True, trust_remote_code=False, **gguf
-        )
-        own_tokenizer = has_adapter and (path / "tokenizer_config.json").exists()
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path) if own_tokenizer else source, local_files_only=True, trust_remote_code=False, **gguf
-        )
-        if has_adapter:
-            from peft import PeftModel
+        model, tokenizer = _whole(Path(source), device, path if own_tokenizer else None)
+    except ToolError as error:
+        raise ToolError(f"the base of the adapter in {path}: {error}", "--base names another base") from error
+    return _with_adapter(model, path).to(device).eval(), tokenizer
 
-            model = PeftModel.from_pretrained(model, str(path))
-    except Exception as error:  # what a folder that is no model raises is as varied as such folders
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        help_ = f" Its base is {source}; --base names another." if has_adapter else ""
-        raise ValueError(
-            f"{path} cannot be loaded as a language model: {reason}. Give a folder with config.json, weights and tokenizer, or "
-            f"one with an adapter.{help_}"
+
+def _whole(path: Path, device: torch.device, tokenizer: Path | None = None) -> tuple[Any, Any]:
+    gguf = {"gguf_file": path.name} if path.is_file() else {}
+    source = str(path.parent if path.is_file() else path)
+    if path.is_dir():
+        read_model_config(path)
+        check_files(path)
+    model = load_model(source, torch.float32 if device.type == "cpu" else "auto", **gguf)
+    return model, load_tokenizer(str(tokenizer)) if tokenizer else load_tokenizer(source, **gguf)
+
+
+def _base_of(adapter: Path) -> str:
+    try:
+        base = json.loads(adapter.read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ToolError(f"{adapter} cannot be read, or names no base: {named(error)}", "name it with --base") from error
+    if not base or not isinstance(base, str):
+        raise ToolError(f"{adapter} names no base", "name it with --base")
+    return base
+
+
+def _with_adapter(model: Any, path: Path) -> Any:
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, str(path))
+    except Exception as error:  # what a folder that is no adapter raises is as varied as such folders
+        raise ToolError(
+            f"the adapter in {path} does not fit its base: {reason(error)}",
+            "is the base the one it was trained on? --base names another",
         ) from error
-    return model.to(device).eval(), tokenizer
 
 
 def steps_of(path: Path) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 from fastgrpo.tools.doctor.case import read_rows
 from fastgrpo.tools.doctor.rewards import TRUTHS, is_number, short
 from fastgrpo.tools.reward_functions import RewardError, call
+from fastgrpo.tools.wording import ToolError
 
 MATCHES = ("number", "exact", "contains")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
@@ -95,6 +96,30 @@ def last_number(text: str) -> float | None:
     """The last number in a text, thousands separated by commas or not; None where there is none."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
+
+
+def check_room(lengths: Sequence[int], max_new_tokens: int, context: int | None) -> None:
+    """
+    Whether answers fit behind prompts.
+
+    Args:
+        lengths: of the prompts, in tokens.
+        max_new_tokens: of an answer.
+        context: of the model; None = unknown.
+
+    Raises:
+        ToolError: not so.
+    """
+    too_long = sum(length + max_new_tokens > (context or math.inf) for length in lengths)
+    if not too_long:
+        return
+    longest = max(lengths)
+    room = context - longest
+    raise ToolError(
+        f"{too_long} of {len(lengths)} prompts leave no room for an answer of {max_new_tokens} tokens in the model's "
+        f"context of {context}: the longest, row {1 + lengths.index(longest)}, has {longest}",
+        f"give answers {room} tokens or fewer (--max-new-tokens), or shorten it" if room > 0 else "shorten or drop it",
+    )
 
 
 class Rewarded:

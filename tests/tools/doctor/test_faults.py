@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import torch
 from tiny import tiny_trainer
-from transformers import LlamaConfig
 
 from fastgrpo.kernels.library import LibraryInfo
 from fastgrpo.tools import cli
@@ -22,6 +21,7 @@ from fastgrpo.tools.doctor.machine import check_device, check_kernels, check_rol
 from fastgrpo.tools.doctor.policy import check_policy, check_settings, check_tokenizer
 from fastgrpo.tools.doctor.rewards import check_rewards, examine, sample
 from fastgrpo.tools.doctor.tiny_step import examine_step
+from fastgrpo.tools.wording import ToolError
 
 
 def only(lines):
@@ -100,17 +100,39 @@ def test_target_modules_that_match_nothing_with_the_names_that_exist(toy):
 
 
 def test_trained_parameters_are_counted_and_small_models_hinted_at(toy):
-    lines = list(check_policy(Case(toy, settings={"use_peft": True, "lora_r": 4})))
+    lines = list(check_policy(Case(toy, settings={"use_peft": True, "lora_r": 4, "max_completion_length": 4})))
     assert [line.status for line in lines] == ["ok", "hint", "ok"]
     assert "LoRA of rank 4" in lines[0].text and "Unsloth's reinforcement learning guide" in lines[1].text
     assert "all of the model" in next(iter(check_policy(Case(toy)))).text
 
 
-def test_a_folder_without_a_model_or_without_a_tokenizer(tmp_path):
-    assert list(check_policy(Case(tmp_path / "nowhere")))[-1].status == "wrong"
-    LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50).save_pretrained(tmp_path)
-    line = list(check_policy(Case(tmp_path)))[-1]
-    assert line.layer == "tokenizer" and line.status == "wrong" and "no tokenizer" in line.text
+def test_a_folder_without_a_tokenizer_is_not_one_with_an_empty_one(toy, tmp_path, capsys):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (toy / file).unlink()
+    line = list(check_policy(Case(toy)))[-1]
+    assert (line.layer, line.status) == (
+        "tokenizer",
+        "wrong",
+    ) and "has no tokenizer: none of tokenizer.json" in line.text
+    assert "save it beside the model" in line.remedy
+
+
+def test_a_completion_longer_than_the_context_is_wrong_without_any_prompt(toy):
+    line = list(check_policy(Case(toy)))[-1]
+    assert line.status == "wrong" and "max_completion_length is 256 (the default)" in line.text
+    line = list(check_policy(Case(toy, settings={"max_completion_length": 32})))[-1]
+    assert line.status == "wrong" and "max_completion_length is 32, and the model's context has 32" in line.text
+
+
+def test_prompts_that_are_no_tokens_of_the_model(toy):
+    settings = {"max_completion_length": 4}
+    conversation = [{"prompt": [{"role": "user", "content": "1+1="}]}]
+    line = list(check_policy(Case(toy, rows=conversation, settings=settings)))[-1]
+    assert line.status == "wrong" and "no chat template" in line.text and "texts" in line.remedy
+    with pytest.raises(ToolError, match=r"prompt 1 has token \d+, and the model knows 2"):
+        list(check_tokenizer(Case(rows=[{"prompt": "1+1="}], settings=settings), toy_tokenizer(), 32, vocabulary=2))
+    with pytest.raises(ToolError, match="prompt 1 cannot be tokenised"):
+        list(check_tokenizer(Case(rows=[{"prompt": 12}], settings=settings), toy_tokenizer(), 32))
 
 
 def test_prompts_longer_than_the_context():
@@ -127,11 +149,11 @@ def test_prompts_longer_than_the_context():
 def test_a_missing_pad_token():
     tokenizer = toy_tokenizer()
     tokenizer.pad_token = None
-    lines = list(check_tokenizer(Case(), tokenizer, context=32))
+    lines = list(check_tokenizer(Case(), tokenizer, context=None))
     assert lines[0].status == "hint" and "no pad token; TRL pads with the end token '<eos>'" in lines[0].text
     tokenizer.eos_token = None
     line = only(check_tokenizer(Case(), tokenizer, context=32))
-    assert line.status == "wrong" and line.remedy == "set tokenizer.pad_token"
+    assert line.status == "wrong" and "set tokenizer.pad_token" in line.remedy
 
 
 async def delayed(completions):

@@ -227,10 +227,20 @@ def test_wrong_input_is_said_before_any_answer(options, message, model, problems
 
 def test_a_folder_that_is_no_model_is_said(problems, tmp_path, capsys):
     assert evaluate(tmp_path / "nothing", problems) == 2
-    assert "there is no" in capsys.readouterr().err
+    assert "there is no folder or file" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert evaluate(tmp_path / "empty", problems) == 2
-    assert "cannot be loaded as a language model" in capsys.readouterr().err
+    assert "has no config.json" in capsys.readouterr().err
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_said_before_any(model, problems, capsys):
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 32}
+    (model / "config.json").write_text(json.dumps(config))
+    assert evaluate(model, problems, "--max-new-tokens", 28) == 0
+    assert evaluate(model, problems, "--max-new-tokens", 29) == 2
+    error = capsys.readouterr().err
+    assert "2 of 6 prompts leave no room for an answer of 29 tokens in the model's context of 32" in error
+    assert "the longest, row 2, has 4" in error and "28 tokens or fewer (--max-new-tokens)" in error
 
 
 @pytest.mark.parametrize(
