@@ -1,20 +1,21 @@
 """Layers of a scored model that run as one function: LoRA layers of PEFT, RMS norms and rotary embeddings of transformers.
 
-While some trainer is patched, a dispatcher stands as `forward` of the layers' classes, and in the place of the function that
-rotates queries and keys. It computes the fused form while `FusedLayers` of a trainer are in use, where that gives what the
-original gives, and calls the original everywhere else: in generation, for other trainers, for adapters that are more than two
-plain matrices. Nothing is set on a layer, so copies, checkpoints and merges know nothing of it.
+While some trainer is patched, a dispatcher stands as `forward` of the layers' classes and of the attentions that give three of
+them one input, and in the place of the function that rotates queries and keys. It computes the fused form while `FusedLayers`
+of a trainer are in use, where that gives what the original gives, and calls the original everywhere else: in generation, for
+other trainers, for adapters that are more than two plain matrices. Nothing is set on a layer, so copies, checkpoints and
+merges know nothing of it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,12 +23,9 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastgrpo.lora import Adapted, lora_linear
 from fastgrpo.rotary import rotary
-from fastgrpo.trl.plain_layers import compute_dtype, plain_lora
-
-Fused = Callable[[Tensor], Tensor]
-"""What computes a layer's output. It must not hold the layer, which would never be freed."""
+from fastgrpo.trl.lora_layers import Adapters, Fused
+from fastgrpo.trl.one_input import PROJECTIONS, gives_one_input, run_with_one_input
 
 
 class FusedLayers:
@@ -41,7 +39,7 @@ class FusedLayers:
 
     def __init__(self, enabled: bool, rms_norm: Callable[..., tuple[Tensor, ...]] | None = None) -> None:
         self.enabled, self.rms_norm = enabled, rms_norm
-        self._copies: WeakKeyDictionary[nn.Module, _Copy] = WeakKeyDictionary()
+        self.adapters = Adapters()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -53,39 +51,12 @@ class FusedLayers:
         if not self.enabled:
             yield
             return
-        copies = list(self._copies.values())
-        if copies:
-            with torch.no_grad():
-                torch._foreach_copy_(
-                    [part for copy in copies for part in (copy.down, copy.up)],
-                    [part for copy in copies for part in copy.source],
-                )
+        self.adapters.refresh()
         token = _current.set(self)
         try:
             yield
         finally:
             _current.reset(token)
-
-    def copied(self, layer: nn.Module, source: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and B of a layer in a dtype."""
-        if source[0].dtype == source[1].dtype == dtype:
-            return source
-        copy = self._copies.get(layer)
-        if copy is None or not copy.is_of(source, dtype):
-            with torch.inference_mode(False), torch.no_grad():
-                copy = self._copies[layer] = _Copy(source, *(part.to(dtype, copy=True) for part in source))
-        return copy.down, copy.up
-
-
-class _Copy(NamedTuple):
-    source: tuple[Tensor, Tensor]
-    down: Tensor
-    up: Tensor
-
-    def is_of(self, source: tuple[Tensor, Tensor], dtype: torch.dtype) -> bool:
-        down, up = source
-        same = self.source[0] is down and self.source[1] is up and self.down.dtype == dtype
-        return same and self.down.device == down.device and self.down.shape == down.shape and self.up.shape == up.shape
 
 
 _current: ContextVar[FusedLayers | None] = ContextVar("fastgrpo_fused_layers", default=None)
@@ -102,6 +73,8 @@ def install_layers(models: Iterable[nn.Module]) -> None:
         own = kind.__dict__.get("forward")
         if kind is LoraLinear:
             _install(kind, "forward", _layer_dispatcher(kind, own, _lora))
+        elif gives_one_input(own, PROJECTIONS):
+            _install(kind, "forward", _owner_dispatcher(kind, own, PROJECTIONS))
         elif _does_as(own, _rms_norm_of_transformers):
             _install(kind, "forward", _layer_dispatcher(kind, own, _rms_norm))
         home = sys.modules.get(kind.__module__)
@@ -141,6 +114,21 @@ def _install(owner: Any, name: str, dispatcher: Callable) -> None:
         _installed.add((owner, name))
 
 
+def _owner_dispatcher(kind: type[nn.Module], original: Callable, names: Sequence[str]) -> Callable:
+    """For a module that gives these layers of its one tensor."""
+
+    @wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or type(self) is not kind:
+            return original(self, *args, **kwargs)
+        if _current.get() is None and torch._C._current_graph_task_id() == -1:
+            return original(self, *args, **kwargs)
+        return run_with_one_input(original, self, names, args, kwargs)
+
+    forward.fastgrpo_original = original
+    return forward
+
+
 def _layer_dispatcher(
     kind: type[nn.Module], original: Callable, fuse: Callable[[Any, Tensor, FusedLayers], Fused | None]
 ) -> Callable:
@@ -170,16 +158,7 @@ def _layer_dispatcher(
 
 
 def _lora(layer: LoraLinear, x: Tensor, layers: FusedLayers) -> Fused | None:
-    """None where the layer is not one plain adapter on one plain frozen linear layer."""
-    found = None if layer.disable_adapters else plain_lora(layer)
-    if found is None:
-        return None
-    weight, bias, a, b, scale = found
-    dtype = compute_dtype(x, weight, a, b)
-    if dtype is None:
-        return None
-    adapted = Adapted(weight, bias, *layers.copied(layer, (a, b), dtype), scale)
-    return lambda x: lora_linear(x, adapted, a, b)
+    return layers.adapters.function_of(layer, x)
 
 
 def _rms_norm(layer: Any, x: Tensor, layers: FusedLayers) -> Fused:

@@ -9,7 +9,7 @@ from peft.tuners.lora.layer import Linear
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fastgrpo.kernels.flash import merge_attention
-from fastgrpo.lora import Adapted, lora_linear
+from fastgrpo.lora import Adapted, SharedInput, lora_linear, lora_linears
 from fastgrpo.rotary import rotary
 
 pytestmark = [
@@ -62,6 +62,36 @@ def test_errors_are_not_above_those_of_peft_s_layer(rank, bias, base, adapters, 
     ]
     for name, mine, theirs in zip(("out", "x", "A", "B"), *errors, strict=True):
         assert mine <= 1.1 * theirs + 1e-6, f"{name}: {mine:.2e}, PEFT's {theirs:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [(16, 16, 16), (5, 3, 64), (1, 8, 2)], ids=str)
+def test_errors_of_layers_of_one_input_are_not_above_those_of_peft_s(ranks, dtype):
+    found = [layer(rank, torch.float32, dtype, bias=rank == 8) for rank in ranks]
+    trained = [part.default.weight for one in found for part in (one.lora_A, one.lora_B)]
+    down = torch.cat([part.detach().to(dtype) for part in trained[::2]])
+    adapted = [
+        Adapted(one.base_layer.weight, one.base_layer.bias, down, up.detach().to(dtype), one.scaling["default"])
+        for one, up in zip(found, trained[1::2], strict=True)
+    ]
+    x = torch.randn(3, 500, 256, device="cuda").to(dtype).requires_grad_()
+    exact = [layer(rank, torch.float32, dtype, bias=rank == 8).double() for rank in ranks]
+    exact_x = x.detach().double().requires_grad_()
+
+    def outcome(outs, x, layers):
+        leaves = [x, *(part.default.weight for one in layers for part in (one.lora_A, one.lora_B))]
+        torch.manual_seed(0)
+        grads = [torch.randn_like(out, dtype=torch.float32).to(dtype).to(out.dtype) for out in outs]
+        return [*outs, *torch.autograd.grad(outs, leaves, grads)]
+
+    with torch.autocast("cuda", dtype):
+        stock = outcome([one(x) for one in found], x, found)
+        ours = outcome(lora_linears(x, SharedInput.of(adapted, down), trained), x, found)
+    truth = outcome([one(exact_x) for one in exact], exact_x, exact)
+    for number, (mine, theirs, true) in enumerate(zip(ours, stock, truth, strict=True)):
+        assert mine.dtype == theirs.dtype
+        error, bound = (float((part.double() - true).norm() / true.norm()) for part in (mine, theirs))
+        assert error <= 1.1 * bound + 1e-6, f"{number}: {error:.2e}, PEFT's {bound:.2e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 
 import fastgrpo
 from fastgrpo import Options
-from fastgrpo.trl import layers
+from fastgrpo.trl import layers, lora_layers
 
 RUN = Options(run_log=False)
 PLAIN = Options(run_log=False, fused_layers=False)
@@ -25,19 +25,29 @@ LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
 
 @pytest.fixture
 def ran(monkeypatch) -> Counter:
-    """How often each fused function ran."""
+    """How often each fused function ran: LoRA layers, and how many of them together with others; norms; rotations."""
     counts: Counter = Counter()
 
-    def counted(name, function):
+    def counted(module, name, note):
+        function = getattr(module, name)
+
         def call(*args):
-            counts[name] += 1
+            note(*args)
             return function(*args)
 
-        return call
+        monkeypatch.setattr(module, name, call)
 
-    for name in ("lora_linear", "rotary"):
-        monkeypatch.setattr(layers, name, counted(name, getattr(layers, name)))
-    monkeypatch.setattr(torch, "_fused_rms_norm", counted("norm", torch._fused_rms_norm))
+    def linears(x, shared, trained):
+        counts["lora_linear"] += len(shared.layers)
+        counts["together"] += len(shared.layers) if len(shared.layers) > 1 else 0
+
+    def one(name):
+        return lambda *_: counts.update([name])
+
+    counted(lora_layers, "lora_linears", linears)
+    counted(lora_layers, "lora_linear", one("lora_linear"))
+    counted(layers, "rotary", one("rotary"))
+    counted(torch, "_fused_rms_norm", one("norm"))
     return counts
 
 
@@ -74,7 +84,7 @@ def compare(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-@pytest.mark.parametrize("model", ["llama", "qwen2 tied", "qwen3", "gemma2 softcap"])
+@pytest.mark.parametrize("model", ["llama", "qwen2 tied", "qwen3", "gemma2 softcap", "mistral window"])
 def test_scores_and_gradients_stay_and_every_layer_is_fused(model, checkpointing, tmp_path, ran):
     config = {"gradient_checkpointing": checkpointing is not None, "gradient_checkpointing_kwargs": checkpointing}
     trainer = trained(tmp_path, model, **config)
@@ -89,6 +99,7 @@ def test_scores_and_gradients_stay_and_every_layer_is_fused(model, checkpointing
     # The last norm is not checkpointed; a second forward may stop once it has what is needed.
     norms = 0 if model == "gemma2 softcap" else (8 if model == "qwen3" else 4) * passes + 1
     assert ran["lora_linear"] in (14 * passes, 14 * passes - 2)
+    assert ran["together"] == 6 * passes
     assert ran["norm"] == norms
     assert ran["rotary"] == 2 * passes
 
@@ -307,7 +318,7 @@ class _Ops(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_lora_layer_is_three_products_and_no_cast(tmp_path):
+def test_lora_layers_are_products_and_no_cast(tmp_path):
     """Counted as the difference that a layer makes, so that embeddings, head and layout drop out."""
     counts = []
     for depth in (1, 2):
@@ -323,7 +334,8 @@ def test_a_lora_layer_is_three_products_and_no_cast(tmp_path):
                 scored(trainer, grad=False)
         counts.append(ops.count)
     layer = counts[1] - counts[0]
-    assert layer["mm"] + layer["addmm"] + layer["addmm_"] == 21
+    # W and B of seven layers, and one A for those of queries, keys and values.
+    assert layer["mm"] + layer["addmm"] + layer["addmm_"] == 7 + 7 + 5
     assert layer["cat"] == layer["neg"] == 0
     # Of the norms, which are one op on CUDA only, and of the attention, which is flash's there.
     assert layer["_to_copy"] == 8
