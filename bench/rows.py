@@ -53,7 +53,7 @@ def run(device: torch.device, rounds: int, warm_ups: int, quick: bool) -> dict[s
     """
     from fastgrpo.kernels.select import why_reference
 
-    reason = why_reference(device.type, torch.bfloat16, True)
+    reason = why_reference(device.type, torch.bfloat16)
     if reason:
         raise SystemExit(f"the row kernels do not run here: {reason}")
     lines: list[dict[str, Any]] = []

@@ -106,7 +106,9 @@ struct Check {
 
 void require_success(const char* op, int status) {
   const auto error = static_cast<cudaError_t>(status);
-  if (error != cudaSuccess) fail(op, ": ", cudaGetErrorName(error), ": ", cudaGetErrorString(error), ".");
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // else the next launch reports it once more
+  fail(op, ": ", cudaGetErrorName(error), ": ", cudaGetErrorString(error), ".");
 }
 
 // The current stream of a device, which becomes the current one in this library's own CUDA runtime; a guard has set torch's.
@@ -192,6 +194,7 @@ struct Call {
              "].");
       }
       args.bias = static_cast<const float*>(bias->data_ptr());
+      if (reinterpret_cast<uintptr_t>(args.bias) % 16 != 0) fail(op, ": bias must start at a multiple of 16 bytes.");
     }
   }
 
@@ -224,6 +227,13 @@ struct Call {
     in_place_second = place("entropy_grad", *second, logits.stride(0));
     args.second_grad = second->data_ptr();
     args.second_pitch = second->stride(0);
+  }
+
+  void factors(const OptionalTensor& factors) {
+    if (factors.has_value() && args.grad_dtype != GradDtype::float16) {
+      fail(check.op, ": row_factors is given and the gradient is torch.bfloat16; only torch.float16 needs them.");
+    }
+    args.row_factors = check.values("row_factors", factors);
   }
 
   bool has_wide_logits() const { return args.logits_dtype == LogitsDtype::float32; }
@@ -284,10 +294,11 @@ void row_objective(const Tensor& logits, const Tensor& targets, const OptionalTe
                    const OptionalTensor& multiplier, const OptionalTensor& phi, const OptionalTensor& entropy_weights,
                    int64_t loss_type, double epsilon_low, double epsilon_high, double delta, double beta,
                    bool bias_correct_kl, double sapo_temperature_pos, double sapo_temperature_neg, const Tensor& grad,
-                   double grad_scale) {
+                   double grad_scale, const OptionalTensor& row_factors) {
   Call call("row_objective", logits, targets, bias, temperature, logit_scale, softcap);
   call.statistics(logprobs, lse, entropy);
   call.gradients(grad, std::nullopt, grad_scale);
+  call.factors(row_factors);
   if (beta != 0 && !ref_logprobs.has_value()) fail("row_objective: beta is ", beta, ", so ref_logprobs must be given.");
   RowArgs& args = call.args;
   args.coefficients = Coefficients::objective;
@@ -306,10 +317,11 @@ void row_objective(const Tensor& logits, const Tensor& targets, const OptionalTe
 void row_grad(const Tensor& logits, const Tensor& targets, const OptionalTensor& bias, double temperature,
               double logit_scale, std::optional<double> softcap, const Tensor& logprobs, const Tensor& lse,
               const OptionalTensor& entropy, const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy,
-              const Tensor& grad, double grad_scale) {
+              const Tensor& grad, double grad_scale, const OptionalTensor& row_factors) {
   Call call("row_grad", logits, targets, bias, temperature, logit_scale, softcap);
   call.statistics(logprobs, lse, entropy);
   call.gradients(grad, std::nullopt, grad_scale);
+  call.factors(row_factors);
   call.args.coefficients = Coefficients::given;
   call.args.grad_logprobs = call.check.values("grad_logprobs", grad_logprobs);
   call.args.grad_entropy = call.check.values("grad_entropy", grad_entropy);
@@ -634,11 +646,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastgrpo, m) {
       "float? softcap, Tensor(b!) logprobs, Tensor(c!) lse, Tensor(d!)? entropy, Tensor advantages, Tensor token_weights, "
       "Tensor? old_logprobs, Tensor? ref_logprobs, Tensor? multiplier, Tensor? phi, Tensor? entropy_weights, "
       "int loss_type, float epsilon_low, float epsilon_high, float delta, float beta, bool bias_correct_kl, "
-      "float sapo_temperature_pos, float sapo_temperature_neg, Tensor(e!) grad, float grad_scale) -> ()");
+      "float sapo_temperature_pos, float sapo_temperature_neg, Tensor(e!) grad, float grad_scale, "
+      "Tensor(f!)? row_factors=None) -> ()");
   m.def(
       "row_grad(Tensor(a!) logits, Tensor targets, Tensor? bias, float temperature, float logit_scale, float? softcap, "
       "Tensor logprobs, Tensor lse, Tensor? entropy, Tensor? grad_logprobs, Tensor? grad_entropy, Tensor(b!) grad, "
-      "float grad_scale) -> ()");
+      "float grad_scale, Tensor(c!)? row_factors=None) -> ()");
   m.def("scale_round(Tensor values, Tensor factor, Tensor(a!) out) -> ()");
   m.def(
       "weigh_slopes(Tensor? grad_logprobs, Tensor logprob_slope, Tensor? grad_entropy, Tensor? entropy_slope, "

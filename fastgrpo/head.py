@@ -189,7 +189,7 @@ def linear_grpo_loss(
         per_token_sampler_ratio=sampler_ratio is not None and sampler_ratio.shape[0] != batch,
     )
     chunk_rows = _chunk_rows(plan, hidden, head, True)
-    if row_local and count and has_row_kernels(hidden.device, head.compute_dtype, head.trains):
+    if row_local and count and batch and has_row_kernels(hidden.device, head.compute_dtype):
         return _row_local_on_device(
             hidden, targets, head, objective, segments, advantages, old_logprobs, ref_logprobs, sampler_ratio, loss_mask,
             chunk_rows,
@@ -418,7 +418,7 @@ def _flat_stats(stats: GRPOStats, logprobs: Tensor, entropy: Tensor) -> GRPOStat
 
 
 def _chunk_rows(plan: ChunkPlan, hidden: Tensor, head: _Head, with_entropy: bool) -> int:
-    kernels = head_kernels(hidden.device, head.compute_dtype, head.trains)
+    kernels = head_kernels(hidden.device, head.compute_dtype)
     gradient = head.need_hidden or head.trains
     buffers = kernels.buffers(with_entropy, head.softcap is not None and gradient)
     itemsize = accumulation_dtype(head.compute_dtype).itemsize

@@ -61,7 +61,7 @@ def linear_logprob_op(
     """
     transform = Transform(temperature, logit_scale, softcap)
     dtype = accumulation_dtype(compute_dtype)
-    kernels = head_kernels(hidden.device, compute_dtype, trains=False)
+    kernels = head_kernels(hidden.device, compute_dtype)
     count = hidden.shape[0]
     if skip_ignored or not kernels.HANDLES_IGNORED:
         rows, _ = kernels.computed_rows(targets, weight.shape[0], None, None, partition=False)
@@ -249,7 +249,7 @@ def linear_logprob_backward_op(
     """
     transform = Transform(temperature, logit_scale, softcap)
     dtype = accumulation_dtype(compute_dtype)
-    kernels = head_kernels(hidden.device, compute_dtype, trains=need_weight or need_bias)
+    kernels = head_kernels(hidden.device, compute_dtype)
     rows, _ = kernels.computed_rows(targets, weight.shape[0], grad_logprobs, grad_entropy, partition=False)
     with _no_autocast(hidden):
         operands = kernels.prepare(
@@ -388,7 +388,7 @@ def linear_grpo_op(
             lambda logprobs: weights * token_grad(objective, logprobs, advantage, *others),
         )
 
-    kernels = head_kernels(hidden.device, compute_dtype, trains=need_weight or need_bias)
+    kernels = head_kernels(hidden.device, compute_dtype)
     # Without a gradient, or with a coefficient of 0 that is known beforehand, statistics are enough.
     if not (need_hidden or need_weight or need_bias):
         coefficients = torch.zeros_like(advantages)
@@ -577,7 +577,7 @@ class _HeadGradients:
 
 def _rounding_kernels(values: Tensor, dtype: torch.dtype) -> ModuleType:
     """What rounds fp32 `values` to `dtype`."""
-    return head_kernels(values.device, dtype if values.dtype == torch.float32 else values.dtype, trains=False)
+    return head_kernels(values.device, dtype if values.dtype == torch.float32 else values.dtype)
 
 
 def _no_autocast(like: Tensor) -> AbstractContextManager:

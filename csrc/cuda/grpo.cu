@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(kThreads) grpo_sums_of_sequences(const __grid_
     if (args.counted_targets[row] < 0) continue;
     const TokenTerm<float> term = term_of(args, row);
     const float entropy = at(args.entropy, row, 0.f);
-    const double loss = static_cast<double>(term.loss) * args.weights[row];
+    const float weight = args.weights[row];  // 0: a row whose log-probs may be anything
+    const double loss = weight != 0.f ? static_cast<double>(term.loss) * weight : 0;
     mine[sum_loss] += loss - static_cast<double>(at(args.entropy_weights, row, 0.f)) * entropy;
     mine[sum_policy] += loss;
     mine[sum_kl] += term.kl;

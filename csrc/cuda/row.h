@@ -14,6 +14,7 @@
 #include <cmath>
 
 #include "../math/online_softmax.h"
+#include "../math/row_power.h"
 #include "grad16.h"
 #include "ptx.h"
 #include "row_args.h"
@@ -217,12 +218,26 @@ __device__ __forceinline__ float at(const float* values, long long row, float mi
   return values == nullptr ? missing : values[row];
 }
 
-__device__ __forceinline__ RowScalars given_scalars(const RowArgs& args, long long row) {
-  const float g = at(args.grad_logprobs, row, 0.f), h = at(args.grad_entropy, row, 0.f);
+// float16: takes the power of two out of the coefficients of a row (`writer`: says so, by one thread).
+template <GradDtype kDtype>
+__device__ __forceinline__ void take_power_out(const RowArgs& args, long long row, bool writer, float& g, float& h) {
+  if constexpr (kDtype == GradDtype::float16) {
+    if (args.row_factors == nullptr) return;
+    const float power = row_power(g, h);
+    if (power != 0.f) g /= power, h /= power;
+    if (writer) args.row_factors[row] = power / args.grad_scale;
+  }
+}
+
+template <GradDtype kDtype>
+__device__ __forceinline__ RowScalars given_scalars(const RowArgs& args, long long row, bool writer) {
+  float g = at(args.grad_logprobs, row, 0.f), h = at(args.grad_entropy, row, 0.f);
+  take_power_out<kDtype>(args, row, writer, g, h);
   return {args.lse[row] * kLog2e, slope_of(g, h, args.logprobs[row], at(args.entropy, row, 0.f), 1.f, 0.f), {}};
 }
 
 // Writes the statistics of a row (`writer`: by one thread) and returns what its gradients need.
+template <GradDtype kDtype>
 __device__ __forceinline__ RowScalars finish_row(const RowArgs& args, long long row, const Partial& others, float z_target,
                                                  bool writer) {
   const Partial all = push(others, z_target);
@@ -244,6 +259,7 @@ __device__ __forceinline__ RowScalars finish_row(const RowArgs& args, long long 
                                   at(args.phi, row, 1.f)};
     g = args.token_weights[row] * token_term(args.params, token).grad;
     h = -at(args.entropy_weights, row, 0.f);
+    take_power_out<kDtype>(args, row, writer, g, h);
   }
   const float log_total = std::log(all.sum);
   scalars.first = slope_of(g, h, result.logprob, result.entropy, all.sum, log_total);
@@ -297,6 +313,7 @@ __device__ __forceinline__ void write_ignored_row(const RowArgs& args, long long
     args.logprobs[row] = args.lse[row] = 0.f;
     if (args.entropy != nullptr) args.entropy[row] = 0.f;
   }
+  if (kDtype == GradDtype::float16 && thread == 0 && args.row_factors != nullptr) args.row_factors[row] = 0.f;
   for (int vector = thread; 4 * vector < args.columns; vector += threads) {
     if (args.grad != nullptr) reinterpret_cast<uint2*>(grad_row<kDtype>(args.grad, args.grad_pitch, row))[vector] = {0, 0};
     if (args.second_grad != nullptr) {

@@ -48,6 +48,10 @@ struct RowArgs {
 
   // 16-bit logits: for fastgrpo_row_streamed alone, with gradients of the same dtype.
   LogitsDtype logits_dtype;
+
+  // Written, [rows] or null: float16 gradients of coefficients that are given or an objective's have each row's power of two
+  // (csrc/math/row_power.h) taken out, and this is what undoes it and grad_scale; 0 for an ignored row.
+  float* row_factors;
 };
 
 }  // namespace fastgrpo

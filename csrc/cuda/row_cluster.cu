@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(kThreads, 2) row_cluster(const __grid_constant
           all = {mail.x, mail.y, mail.z};
         }
       }
-      RowScalars scalars = finish_row(args, index, combine_lanes(all), z_target, rank == 0 && threadIdx.x == 0);
+      RowScalars scalars =
+          finish_row<kDtype>(args, index, combine_lanes(all), z_target, rank == 0 && threadIdx.x == 0);
       apply_scale(args, z_target, scalars);
       if (threadIdx.x == 0) shared = scalars;
     }
@@ -227,22 +228,25 @@ struct Launch {
   }
 };
 
-// Clusters that run at once on a device; 0 where it cannot run any.
+// Clusters that run at once on a device; 0 where it cannot run any, -1 where it has no memory to tell: a kernel's code is loaded
+// when it is first asked for.
 int resident_clusters(const Plan& plan, const RowArgs& args, int device) {
   int major = 0, before = 0, clusters = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) || major < 9) return 0;
   if (cudaGetDevice(&before) || cudaSetDevice(device)) return 0;
   const Launch launch(plan, args, 1, nullptr);
-  if (launch.allow() || cudaOccupancyMaxActiveClusters(&clusters, launch.kernel, &launch.config)) clusters = 0;
+  cudaError_t error = launch.allow();
+  if (!error) error = cudaOccupancyMaxActiveClusters(&clusters, launch.kernel, &launch.config);
   cudaSetDevice(before);
   cudaGetLastError();  // a card without this kernel is an answer, not an error of the next launch
-  return clusters;
+  if (error == cudaErrorMemoryAllocation) return -1;
+  return error ? 0 : clusters;
 }
 
-// The same, asked once for each kernel.
+// The same, asked once for each kernel, but for -1, which is asked again.
 int known_clusters(const Plan& plan, const RowArgs& args, int device) {
   constexpr int kDevices = 64, kPlans = kMaxCluster * (kMaxVectors + 1);
-  static std::atomic<int> known[kDevices][2][2][kPlans];  // 0: not asked yet, else 1 + clusters
+  static std::atomic<int> known[kDevices][2][2][kPlans];  // 0: not known yet, else 1 + clusters
   if (plan.cluster == 0 || device < 0 || device >= kDevices) return 0;
   std::atomic<int>& answer = known[device][args.grad_dtype == GradDtype::float16][args.second_grad != nullptr]
                                   [(plan.cluster - 1) * (kMaxVectors + 1) + plan.vectors];
@@ -261,6 +265,7 @@ FASTGRPO_EXPORT int fastgrpo_row_cluster(const fastgrpo::RowArgs* args, void* st
   const Plan plan = plan_of(args->columns);
   const int resident = known_clusters(plan, *args, device);
   if (resident == 0) return cudaErrorNotSupported;
+  if (resident < 0) return cudaErrorMemoryAllocation;
   const Launch launch(plan, *args, args->rows < resident ? args->rows : resident, static_cast<cudaStream_t>(stream));
   if (const cudaError_t error = launch.allow()) return error;
   if (const cudaError_t error = cudaLaunchKernelEx(&launch.config, launch.kernel, *args)) return error;

@@ -108,9 +108,11 @@ __global__ void __launch_bounds__(kThreads, 2) row_streamed(const __grid_constan
   Partial others;
   if (!given) others = combine_block<kThreads>(row_partial<kLogits>(row), slots);
   if (threadIdx.x < kLanes) {
-    RowScalars scalars = given ? given_scalars(args, index) : finish_row(args, index, others, z_target, threadIdx.x == 0);
+    const bool writer = threadIdx.x == 0;
+    RowScalars scalars =
+        given ? given_scalars<kDtype>(args, index, writer) : finish_row<kDtype>(args, index, others, z_target, writer);
     apply_scale(args, z_target, scalars);
-    if (threadIdx.x == 0) shared = scalars;
+    if (writer) shared = scalars;
   }
   if (args.grad == nullptr) return;
   __syncthreads();

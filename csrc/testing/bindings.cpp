@@ -5,6 +5,7 @@
 
 #include "../math/objective.h"
 #include "../math/online_softmax.h"
+#include "../math/row_power.h"
 
 namespace py = pybind11;
 using namespace fastgrpo;
@@ -64,6 +65,7 @@ void bind(py::module_ m) {
     return py::make_tuple(result.logprob, result.lse, result.entropy);
   });
   m.def("target_complement", py::vectorize([](T logprob) { return target_complement(logprob); }));
+  m.def("row_power", py::vectorize([](T g, T h) { return row_power(g, h); }));
   m.def("token_terms", &token_terms<T>, py::arg("params"), py::arg("logprob"), py::arg("old_logprob"),
         py::arg("ref_logprob"), py::arg("advantage"), py::arg("multiplier"), py::arg("phi"));
   m.def("vespo_log_ratio", py::vectorize([](T log_ratio) { return vespo_log_ratio(log_ratio); }));

@@ -74,7 +74,6 @@ def backends() -> Backends:
         entries[op] = head_backend(device_type)
         if entries[op].implementation == KERNELS:
             entries[f"{op}, float16"] = head_backend(device_type, torch.float16)
-            entries[f"{op}, float16, trained"] = head_backend(device_type, torch.float16, trains=True)
             entries[f"{op}, float32"] = head_backend(device_type, torch.float32)
     reason = pack_reason(device_type)
     for op in ("left_pack", "pack", "unpack"):
@@ -84,19 +83,18 @@ def backends() -> Backends:
     return Backends(entries | _notes)
 
 
-def head_backend(device_type: str, compute_dtype: torch.dtype = torch.bfloat16, trains: bool = False) -> Backend:
+def head_backend(device_type: str, compute_dtype: torch.dtype = torch.bfloat16) -> Backend:
     """
     What serves the head.
 
     Args:
         device_type: of the tensors.
         compute_dtype: dtype of the operands of the products.
-        trains: whether weight or bias get a gradient.
 
     Returns:
         Backend.
     """
-    reason = why_reference(device_type, compute_dtype, trains)
+    reason = why_reference(device_type, compute_dtype)
     if reason:
         return Backend(REFERENCE, device_type, reason)
     twice = "" if row_is_read_once(torch.device(device_type), _VOCABULARY) else "this card reads each row twice"

@@ -8,6 +8,7 @@ apart whatever V is, so that every product has aligned rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ HANDLES_IGNORED = True
 # that takes no more chunks than these. A chunk's gradients take half the bytes of its logits.
 _ROWS_A_BATCH = 4096
 _MOST_CHUNKS_A_BATCH = 8
-# Float16 holds small probabilities only after a factor; |d logprob| <= 1 and |d entropy| < 16 leave room for this one.
-_FLOAT16_SCALE = 2048.0
+# Float16 holds small probabilities only after a factor; |d logprob| <= 1, |d entropy| < 8 and a row without its power of two,
+# below 2 (csrc/math/row_power.h), leave room for this one.
+_FLOAT16_SCALE = 4096.0
 # Blocks that sum a loss whose sequences do not matter.
 _PARTS = 64
 
@@ -39,12 +41,44 @@ class CudaOperands(Operands):
         gradients: `[batch_rows, pitch]` 16 bit, where gradients of several chunks are collected; None: in `products`.
         padded_bias: `[pitch]` fp32 or None.
         scale: what gradients are multiplied by before they are rounded.
+        factors: `[batch_rows]` fp32 of `ScaledRows`, for float16; else None.
     """
 
     products: Tensor
     gradients: Tensor | None
     padded_bias: Tensor | None
     scale: float
+    factors: Tensor | None
+
+
+@dataclass(frozen=True)
+class ScaledRows:
+    """
+    float16 gradients of rows whose coefficients had a power of two taken out, each row its own; csrc/math/row_power.h has why.
+
+    Attributes:
+        values: `[R, V]`.
+        factors: `[R]` fp32: row i of the gradient is `factors[i] * values[i]`; powers of two, 0 for a row of zeros.
+    """
+
+    values: Tensor
+    factors: Tensor
+
+    def __getitem__(self, rows: slice) -> ScaledRows:
+        return ScaledRows(self.values[rows], self.factors[rows])
+
+    @cached_property
+    def shares(self) -> tuple[float, Tensor]:
+        """
+        The largest factor, known to the host, and `[R]` in 16 bit what each is of it, at most 1.
+
+        A sum over rows must take the factors before its product, and in 16 bit; what is below 2^-24 of the largest row is 0.
+        """
+        largest = self.factors.amax().item() or 1.0
+        return largest, (self.factors / largest).to(self.values.dtype)
+
+
+Gradients = Tensor | ScaledRows
 
 
 def rows_a_batch(chunk_rows: int) -> int:
@@ -82,6 +116,7 @@ def prepare(
         gradients,
         None if bias is None else torch.nn.functional.pad(bias.float(), (0, pitch - vocabulary)),
         _FLOAT16_SCALE if compute_dtype == torch.float16 else 1.0,
+        weight.new_empty(batch_rows, dtype=torch.float32) if compute_dtype == torch.float16 else None,
     )
 
 
@@ -90,11 +125,11 @@ def buffers(with_entropy: bool, softcap_gradient: bool) -> int:
     return 1
 
 
-def gradient_buffer(operands: CudaOperands, rows: int) -> Tensor | None:
+def gradient_buffer(operands: CudaOperands, rows: int) -> Gradients | None:
     """As `reference.gradient_buffer`."""
     if operands.gradients is None:
         return None
-    return operands.gradients[:rows, : operands.weight.shape[0]]
+    return _with_factors(operands.gradients[:rows, : operands.weight.shape[0]], operands)
 
 
 def computed_rows(
@@ -149,12 +184,13 @@ def row_objective(
     operands: CudaOperands,
     objective: TokenObjective,
     with_entropy: bool,
-    grad_out: Tensor | None,
+    grad_out: Gradients | None,
     out: RowStatistics | None = None,
 ) -> RowPass:
     """As `reference.row_objective`; the kernel evaluates the objective itself."""
     logprobs, entropy, lse = _statistics(products, with_entropy, out)
-    grad = _over(products, operands, 0) if grad_out is None else grad_out
+    grad = _in_place(products, operands) if grad_out is None else grad_out
+    values, factors = _parts(grad)
     epsilon_low, epsilon_high, delta, beta, bias_correction, tau_pos, tau_neg = objective.constants
     torch.ops.fastgrpo.row_objective(
         products,
@@ -178,8 +214,9 @@ def row_objective(
         bool(bias_correction),
         tau_pos,
         tau_neg,
-        grad,
+        values,
         operands.scale,
+        factors,
     )
     return RowPass(logprobs, entropy, lse, grad, None)
 
@@ -193,10 +230,11 @@ def row_grad(
     grad_logprobs: Tensor | None,
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
+    out: Gradients | None,
+) -> Gradients:
     """As `reference.row_grad`; 16 bit, times `operands.scale`."""
-    grad = _over(products, operands, 0) if out is None else out
+    grad = _in_place(products, operands) if out is None else out
+    values, factors = _parts(grad)
     torch.ops.fastgrpo.row_grad(
         products,
         targets.contiguous(),
@@ -206,8 +244,9 @@ def row_grad(
         entropy,
         _contiguous(grad_logprobs),
         _contiguous(grad_entropy),
-        grad,
+        values,
         operands.scale,
+        factors,
     )
     return grad
 
@@ -233,36 +272,37 @@ def total_loss(objective: TokenObjective, targets: Tensor, logprobs: Tensor, ent
     return sums[0, 0]
 
 
-def back_project(grad: Tensor, operands: CudaOperands, out: Tensor | None = None) -> Tensor:
+def back_project(grad: Gradients, operands: CudaOperands, out: Tensor | None = None) -> Tensor:
     """As `reference.back_project`, from the kernel's gradients."""
+    values, factors = _parts(grad)
     if out is None:
-        out = torch.mm(grad, operands.weight, out_dtype=operands.accumulate)
+        out = torch.mm(values, operands.weight, out_dtype=operands.accumulate)
     else:
-        torch.mm(grad, operands.weight, out_dtype=operands.accumulate, out=out)
+        torch.mm(values, operands.weight, out_dtype=operands.accumulate, out=out)
+    if factors is not None:
+        return out.mul_((operands.transform.outer * factors).unsqueeze(1))
     factor = operands.transform.outer / operands.scale
     return out if factor == 1.0 else out.mul_(factor)
 
 
-def add_weight_grad(total: Tensor | None, grad: Tensor, hidden: Tensor, operands: CudaOperands) -> Tensor:
+def add_weight_grad(total: Tensor | None, grad: Gradients, hidden: Tensor, operands: CudaOperands) -> Tensor:
     """As `reference.add_weight_grad`; the first product writes the total, so that nothing clears it before."""
-    beta = 1.0
+    values, factors = _parts(grad)
+    hidden, alpha, beta = hidden.to(operands.compute_dtype), operands.transform.outer, 1.0
+    if factors is not None:
+        largest, shares = grad.shares
+        hidden, alpha = hidden * shares.unsqueeze(1), alpha * largest
     if total is None:
-        total, beta = hidden.new_empty(grad.shape[1], hidden.shape[1], dtype=operands.accumulate), 0.0
-    return torch.addmm(
-        total,
-        grad.t(),
-        hidden.to(operands.compute_dtype),
-        beta=beta,
-        alpha=operands.transform.outer / operands.scale,
-        out_dtype=operands.accumulate,
-        out=total,
-    )
+        total, beta = hidden.new_empty(values.shape[1], hidden.shape[1], dtype=operands.accumulate), 0.0
+    return torch.addmm(total, values.t(), hidden, beta=beta, alpha=alpha, out_dtype=operands.accumulate, out=total)
 
 
-def bias_grad(grad: Tensor, operands: CudaOperands) -> Tensor:
+def bias_grad(grad: Gradients, operands: CudaOperands) -> Tensor:
     """As `reference.bias_grad`."""
-    total = grad.sum(0, dtype=operands.accumulate)
-    return total if operands.scale == 1.0 else total.mul_(1.0 / operands.scale)
+    if isinstance(grad, Tensor):
+        return grad.sum(0, dtype=operands.accumulate)
+    largest, shares = grad.shares
+    return torch.mm(shares.unsqueeze(0), grad.values, out_dtype=operands.accumulate).squeeze(0).mul_(largest)
 
 
 def scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -310,6 +350,18 @@ def _over(products: Tensor, operands: CudaOperands, half: int) -> Tensor:
     pitch = operands.products.shape[1]
     halves = operands.products[: len(products)].view(operands.compute_dtype)
     return halves[:, half * pitch : half * pitch + products.shape[1]]
+
+
+def _in_place(products: Tensor, operands: CudaOperands) -> Gradients:
+    return _with_factors(_over(products, operands, 0), operands)
+
+
+def _with_factors(values: Tensor, operands: CudaOperands) -> Gradients:
+    return values if operands.factors is None else ScaledRows(values, operands.factors[: len(values)])
+
+
+def _parts(grad: Gradients) -> tuple[Tensor, Tensor | None]:
+    return (grad, None) if isinstance(grad, Tensor) else (grad.values, grad.factors)
 
 
 def _head(operands: CudaOperands) -> tuple[Tensor | None, float, float, float | None]:

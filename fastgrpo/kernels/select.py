@@ -10,34 +10,31 @@ from fastgrpo.kernels import cuda, reference
 from fastgrpo.kernels.library import library_info
 
 
-def head_kernels(device: torch.device, compute_dtype: torch.dtype, trains: bool) -> ModuleType:
+def head_kernels(device: torch.device, compute_dtype: torch.dtype) -> ModuleType:
     """
     The module whose functions `fastgrpo.ops` calls for a head: `cuda` or `reference`.
 
     Args:
         device: of the tensors.
         compute_dtype: dtype of the operands of the products.
-        trains: whether gradients of several rows are summed, for the weight or the bias.
 
     Returns:
         The module.
     """
-    return reference if why_reference(device.type, compute_dtype, trains) else cuda
+    return reference if why_reference(device.type, compute_dtype) else cuda
 
 
-def has_row_kernels(device: torch.device, compute_dtype: torch.dtype, trains: bool) -> bool:
+def has_row_kernels(device: torch.device, compute_dtype: torch.dtype) -> bool:
     """Whether `head_kernels` gives the library's kernels, and so those of csrc/cuda/grpo.cu serve too."""
-    return not why_reference(device.type, compute_dtype, trains)
+    return not why_reference(device.type, compute_dtype)
 
 
-def why_reference(device_type: str, compute_dtype: torch.dtype, trains: bool) -> str:
+def why_reference(device_type: str, compute_dtype: torch.dtype) -> str:
     """Why `reference` serves this call of a head; empty where the kernels do."""
     if device_type != "cuda":
         return f"there are no kernels for {device_type}"
     if compute_dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels serve 16-bit products, not {str(compute_dtype).removeprefix('torch.')}"
-    if compute_dtype == torch.float16 and trains:
-        return "float16 gradients of a head that trains would underflow"
     return why_no_library()
 
 

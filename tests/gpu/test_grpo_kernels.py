@@ -213,5 +213,5 @@ def test_bad_arguments_say_what_was_given():
 
 
 def test_the_kernels_are_what_a_16_bit_head_on_cuda_gets():
-    assert select.has_row_kernels(torch.device("cuda"), torch.bfloat16, True)
-    assert not select.has_row_kernels(torch.device("cuda"), torch.float32, True)
+    assert select.has_row_kernels(torch.device("cuda"), torch.bfloat16)
+    assert not select.has_row_kernels(torch.device("cuda"), torch.float32)
