@@ -801,3 +801,12 @@ def test_bad_input_says_what_was_given_and_what_is_allowed_before_any_work(case,
     monkeypatch.setattr(reference, "project", lambda *args: pytest.fail("work was done before the check"))
     with pytest.raises(error, match=message):
         linear_grpo_loss(**arguments)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_rows_without_a_sequence_are_an_error_for_kernels_too(monkeypatch, on_device):
+    # There is no sequence that would say so on a device.
+    monkeypatch.setattr("fastgrpo.head.has_row_kernels", lambda *_: on_device)
+    arguments = torch.randn(4, 8), torch.randn(5, 8), torch.zeros(4, dtype=torch.long), torch.tensor([0])
+    with pytest.raises(ValueError, match="segments runs from 0 to 0; it must .* end at the 4 rows"):
+        linear_grpo_loss(*arguments, torch.ones(0), objective("dapo"))

@@ -1,4 +1,4 @@
-"""csrc/math/row_power.h, and what float16 gradients with their powers of two taken out come to: against float64, at any coefficient."""
+"""csrc/math/row_power.h, and float16 gradients with their powers of two taken out, against float64 at any coefficient."""
 
 from __future__ import annotations
 

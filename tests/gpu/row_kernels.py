@@ -63,6 +63,7 @@ class RowArgs(ctypes.Structure):
         ("phi", POINTER),
         ("entropy_weights", POINTER),
         ("logits_dtype", INT),
+        ("row_factors", POINTER),
     )
 
 
@@ -93,14 +94,15 @@ def poisoned(rows: int, vocabulary: int, dtype: torch.dtype) -> Tensor:
 
 def launch(kernel: str, logits: Tensor, targets: Tensor, grad: Tensor | None = None, **options) -> dict[str, Tensor]:
     """
-    Runs `fastgrpo_row_<kernel>` with the coefficients of `Coefficients::one`.
+    Runs `fastgrpo_row_<kernel>` with the coefficients of `Coefficients::one`, or of GRPO's objective on-policy.
 
     Args:
         kernel: `"streamed"` or `"cluster"`.
         logits: `padded`.
         targets: `[R]`.
         grad: where d logprob goes.
-        options: `second`, `bias`, `temperature`, `logit_scale`, `softcap`.
+        options: `second`, `bias`, `temperature`, `logit_scale`, `softcap`, `scale`; for the objective `advantages`, `weights` and
+            `entropy_weights`, each `[R]`; `factors` `[R]`, written.
 
     Returns:
         logprobs, lse and entropy, each `[R]`.
@@ -119,13 +121,22 @@ def launch(kernel: str, logits: Tensor, targets: Tensor, grad: Tensor | None = N
         temperature=options.get("temperature", 1.0),
         logit_scale=options.get("logit_scale", 1.0),
         softcap=options.get("softcap") or 0.0,
-        coefficients=ONE,
-        grad_scale=1.0,
+        coefficients=ONE if options.get("advantages") is None else OBJECTIVE,
+        grad_scale=options.get("scale", 1.0),
+        params=Params(0, 0.2, 0.2, float("inf"), 0.0, True, 1.0, 1.05),
         **{name: tensor.data_ptr() for name, tensor in out.items()},
     )
     if grad is not None:
         args.grad, args.grad_pitch = grad.data_ptr(), grad.stride(0)
         args.grad_dtype = int(grad.dtype == torch.float16)
+    for field, name in (
+        ("advantages", "advantages"),
+        ("token_weights", "weights"),
+        ("entropy_weights", "entropy_weights"),
+        ("row_factors", "factors"),
+    ):
+        if options.get(name) is not None:
+            setattr(args, field, options[name].data_ptr())
     if second is not None:
         args.second_grad, args.second_pitch = second.data_ptr(), second.stride(0)
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)

@@ -10,6 +10,8 @@ racecheck reports hazards in cuBLAS's own kernels (nvjet_...); there must be non
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from fastgrpo import Objective, left_pack, linear_grpo_loss, linear_logprob, pack, unpack
@@ -20,10 +22,10 @@ DEVICE = torch.device("cuda")
 
 def head() -> None:
     """Both row kernels' users, the scaling of gradients, compaction."""
-    for vocabulary in (7, 2049, 5003, 33000):
+    for vocabulary, dtype in itertools.product((7, 2049, 5003, 33000), (torch.bfloat16, torch.float16)):
         for trains in (False, True):
-            hidden = torch.randn(37, 64, device=DEVICE).bfloat16().requires_grad_()
-            weight = torch.randn(vocabulary, 64, device=DEVICE).bfloat16().requires_grad_(trains)
+            hidden = torch.randn(37, 64, device=DEVICE).to(dtype).requires_grad_()
+            weight = torch.randn(vocabulary, 64, device=DEVICE).to(dtype).requires_grad_(trains)
             targets = torch.randint(-1, vocabulary, (37,), device=DEVICE)
             out = linear_logprob(hidden, weight, targets, softcap=20.0, return_entropy=True, num_chunks=2)
             (out.logprobs.sum() + out.entropy.sum()).backward()
@@ -31,10 +33,10 @@ def head() -> None:
 
 def loss() -> None:
     """Coefficients and sums, with everything that is optional and without."""
-    for loss_type in ("grpo", "vespo"):
+    for loss_type, dtype in itertools.product(("grpo", "vespo"), (torch.bfloat16, torch.float16)):
         for full in (False, True):
-            hidden = torch.randn(301, 64, device=DEVICE).bfloat16().requires_grad_()
-            weight = torch.randn(515, 64, device=DEVICE).bfloat16().requires_grad_()
+            hidden = torch.randn(301, 64, device=DEVICE).to(dtype).requires_grad_()
+            weight = torch.randn(515, 64, device=DEVICE).to(dtype).requires_grad_()
             value, _ = linear_grpo_loss(
                 hidden,
                 weight,

@@ -11,9 +11,10 @@ import torch
 
 import fastgrpo.kernels.select as select
 from fastgrpo import Objective, linear_grpo_loss, linear_logprob
+from fastgrpo.head import linear_grpo_rows
 from fastgrpo.kernels import cuda, reference
 from fastgrpo.kernels.library import library_info, load_library
-from fastgrpo.objective import LOSS_TYPES
+from fastgrpo.objective import LOSS_TYPES, RowTerms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,6 +159,22 @@ def test_all_rows_masked_give_a_differentiable_zero():
     assert stats.low_clip.isnan().all() and math.isnan(stats.metrics()["clip_ratio/low_min"])
 
 
+@pytest.mark.parametrize("target", [-1, 33, 5])
+def test_a_row_of_weight_zero_adds_nothing_whatever_its_log_probs_are(target):
+    hidden = torch.randn(6, 64, device="cuda").bfloat16()
+    weight, targets = torch.randn(33, 64, device="cuda").bfloat16(), torch.arange(6, device="cuda")
+    targets[4] = target
+    advantages, old = torch.ones(6, device="cuda"), torch.full((6,), -4.0, device="cuda")
+    token_weights = advantages / 6
+    # An infinite ratio, and so an infinite loss times 0.
+    advantages[4], token_weights[4], old[4] = -1.0, 0.0, -1e4
+    terms, kept = RowTerms(advantages, token_weights, old), [0, 1, 2, 3, 5]
+    with torch.no_grad():
+        loss, _ = linear_grpo_rows(hidden, weight, targets, terms, Objective())
+        wanted, _ = linear_grpo_rows(hidden[kept], weight, targets[kept], terms.map(lambda x: x[kept]), Objective())
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
 def test_three_runs_give_the_same_bits(monkeypatch):
     objective = Objective(beta=0.04, entropy_coef=0.01)
     runs = [both(monkeypatch, objective, LENGTHS["one long"])[0] for _ in range(3)]
@@ -166,7 +183,7 @@ def test_three_runs_give_the_same_bits(monkeypatch):
         assert all(torch.equal(stats.sums[name], runs[0][3].sums[name]) for name in stats.sums)
 
 
-@pytest.mark.parametrize("segments", [[0, 3, 5], [1, 3, 6], [0, 4, 2, 6], [0, 9, 6], [-5, 3, 6]])
+@pytest.mark.parametrize("segments", [[0, 3, 5], [1, 3, 6], [0, 4, 2, 6], [0, 9, 6], [-5, 3, 6], [0]])
 def test_segments_that_do_not_fit_are_an_error_and_harm_nothing(segments):
     hidden, weight = torch.randn(6, 64, device="cuda").bfloat16(), torch.randn(33, 64, device="cuda").bfloat16()
     targets = torch.zeros(6, dtype=torch.long, device="cuda")

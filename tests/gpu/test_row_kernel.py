@@ -494,6 +494,12 @@ def test_bad_arguments_say_what_was_given_and_what_is_allowed(case):
         row_pass(moved["logits"], moved["targets"], moved["grad"], bias=moved["bias"])
 
 
+def test_a_bias_off_the_16_bytes_that_a_load_takes_is_refused():
+    bias = torch.zeros(132, device="cuda")[1:129]
+    with pytest.raises(RuntimeError, match="bias must start at a multiple of 16 bytes"):
+        row_pass(torch.zeros(4, 128, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda"), bias=bias)
+
+
 def test_gradients_that_overlap_other_logits_are_refused():
     logits = torch.zeros(4, 128, device="cuda")
     shifted = logits.view(BF16)[:, 64:192]
