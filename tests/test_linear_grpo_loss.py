@@ -808,5 +808,5 @@ def test_rows_without_a_sequence_are_an_error_for_kernels_too(monkeypatch, on_de
     # There is no sequence that would say so on a device.
     monkeypatch.setattr("fastgrpo.head.has_row_kernels", lambda *_: on_device)
     arguments = torch.randn(4, 8), torch.randn(5, 8), torch.zeros(4, dtype=torch.long), torch.tensor([0])
-    with pytest.raises(ValueError, match="segments runs from 0 to 0; it must .* end at the 4 rows"):
+    with pytest.raises(ValueError, match=r"segments runs from 0 to 0; it must .* end at the 4 rows"):
         linear_grpo_loss(*arguments, torch.ones(0), objective("dapo"))

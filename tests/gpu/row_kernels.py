@@ -101,8 +101,8 @@ def launch(kernel: str, logits: Tensor, targets: Tensor, grad: Tensor | None = N
         logits: `padded`.
         targets: `[R]`.
         grad: where d logprob goes.
-        options: `second`, `bias`, `temperature`, `logit_scale`, `softcap`, `scale`; for the objective `advantages`, `weights` and
-            `entropy_weights`, each `[R]`; `factors` `[R]`, written.
+        options: `second`, `bias`, `temperature`, `logit_scale`, `softcap`, `scale`; for the objective `advantages`, `weights`
+            and `entropy_weights`, each `[R]`; `factors` `[R]`, written.
 
     Returns:
         logprobs, lse and entropy, each `[R]`.
