@@ -30,6 +30,7 @@ exit status:
   2    wrong usage, or a run that cannot be read
   130  interrupted with Ctrl-C
 """
+_NARROWEST = 24
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,7 +42,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=_EXIT_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run's folder, or its .jsonl file")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", type=Path, help="a folder, with all logs in it, or a .jsonl file"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="PATH", help="folder of the files (default: that of the first run)"
     )
@@ -54,14 +57,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs `fastgrpo report`."""
-    from fastgrpo.runlog import read_run_log
-    from fastgrpo.tools.report.summary import different_settings, names_of, plan_peak, summarise, verdict
+    from fastgrpo.tools.report.names import names_of
+    from fastgrpo.tools.report.rows import sentences_of
+    from fastgrpo.tools.report.summary import different_settings, plan_peak, summarise
+    from fastgrpo.tools.report.verdict import verdict
 
+    if arguments.output is not None:
+        _check_output(arguments)
     try:
-        records = [read_run_log(path) for path in arguments.runs]
+        records = _read(arguments.runs)
         plan_gb = plan_peak(arguments.plan) if arguments.plan else None
     except (OSError, ValueError) as error:
-        print(f"fastgrpo report: {error}", file=sys.stderr)
+        print(f"fastgrpo report: {_words(error)}", file=sys.stderr)
         return USAGE
     summaries = [summarise(record, name, plan_gb) for record, name in zip(records, names_of(records), strict=True)]
     differing = different_settings(records)
@@ -70,17 +77,44 @@ def run(arguments: argparse.Namespace) -> int:
         runs = [summary.to_dict() for summary in summaries]
         print_json({"runs": runs, "verdict": best, "different_settings": differing})
         return DONE
-    sentences = [*filter(None, [best]), *map(_time_sentence, summaries)]
+    sentences = [*filter(None, [best]), *(sentence for summary in summaries for sentence in sentences_of(summary))]
     to = console()
     _show(to, summaries, sentences, differing)
     return _write(arguments.output or records[0].path.parent, records, summaries, sentences, differing)
 
 
-def _time_sentence(summary: RunSummary) -> str:
-    if summary.dominant_phase is None:
-        return f"{summary.name}: the log has no times of phases."
-    seconds = summary.phase_seconds[summary.dominant_phase]
-    return f"{summary.name}: {summary.dominant_phase} dominates, {summary.dominant_share or 0:.0%} of a step ({seconds:.2f} s)."
+def _check_output(arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        arguments.error("argument --output: not allowed with --json, which writes no files")
+    if arguments.output.suffix in (".html", ".png") and not arguments.output.is_dir():
+        arguments.error("argument --output: give a folder; the files in it are report.html and report.png")
+
+
+def _read(paths: Sequence[Path]) -> list[RunRecord]:
+    """The runs of all logs, each log once; what of a folder with several is none is left out, and said."""
+    from fastgrpo.runlog import find_run_logs, read_run_logs
+
+    records: dict[Path, list[RunRecord]] = {}
+    for path in paths:
+        files = find_run_logs(path)
+        unread = []
+        for file in files:
+            try:
+                records.setdefault(file.resolve(), []) or records.update({file.resolve(): read_run_logs(file)})
+            except (OSError, ValueError) as error:
+                unread.append(error)
+        if len(unread) == len(files):
+            raise unread[0]
+        for error in unread:
+            print(f"fastgrpo report: left out: {_words(error)}", file=sys.stderr)
+    return [record for runs in records.values() for record in runs]
+
+
+def _words(error: Exception) -> str:
+    """What the system says about a file without its number; an error's text else."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename} cannot be read: {error.strerror}"
+    return str(error)
 
 
 def _show(
@@ -89,20 +123,37 @@ def _show(
     from rich.table import Table
     from rich.text import Text
 
-    from fastgrpo.tools.report.rows import rows_of
+    from fastgrpo.tools.report.rows import rows_of, settings_of
 
-    table = Table()
-    table.add_column("")
-    for summary in summaries:
-        table.add_column(Text(summary.name))
-    for row in rows_of(summaries):
-        table.add_row(*map(Text, row))
-    to.print(table)
+    rows = rows_of(summaries)
+    for columns in _side_by_side(summaries, rows, to.width):
+        table = Table()
+        table.add_column("", no_wrap=True)
+        for column in columns:
+            table.add_column(Text(summaries[column].name), overflow="fold")
+        for row in rows:
+            table.add_row(Text(row[0]), *(Text(row[1 + column]) for column in columns))
+        to.print(table)
     for sentence in sentences:
         to.print(Text(sentence), soft_wrap=True)
-    for name, values in differing.items() if len(summaries) > 1 else ():
-        shown = " | ".join("default" if value is None else str(value) for value in values)
-        to.print(Text(f"different: {name}: {shown}"), soft_wrap=True)
+    for name, *told in settings_of(summaries, differing):
+        to.print(Text(f"different: {name}: {' | '.join(told)}"), soft_wrap=True)
+
+
+def _side_by_side(summaries: Sequence[RunSummary], rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
+    """The runs of each table: as many as have room, none narrower than `_NARROWEST` unless it needs no more."""
+    left = width - max(len(row[0]) for row in rows) - 4
+    tables: list[list[int]] = []
+    room = 0
+    for column, summary in enumerate(summaries):
+        needed = max(len(text) for text in (summary.name, *(row[1 + column] for row in rows)))
+        taken = min(needed, _NARROWEST) + 3
+        if not tables or taken > room:
+            tables.append([])
+            room = left
+        tables[-1].append(column)
+        room -= taken
+    return tables
 
 
 def _write(
@@ -114,7 +165,7 @@ def _write(
 ) -> int:
     from fastgrpo.tools.plot import missing_matplotlib
     from fastgrpo.tools.report.page import render_page
-    from fastgrpo.tools.report.rows import rows_of
+    from fastgrpo.tools.report.rows import rows_of, settings_of
 
     picture = None
     missing = missing_matplotlib()
@@ -127,8 +178,8 @@ def _write(
             picture = draw_runs(records, summaries)
     names = [summary.name for summary in summaries]
     version = installed_version("fastgrpo") or "(checkout)"
-    page = render_page(names, rows_of(summaries), sentences, differing, picture, version)
-    files = {"report.html": page.encode()} | ({"report.png": picture} if picture else {})
+    page = render_page(names, rows_of(summaries), sentences, settings_of(summaries, differing), picture, version)
+    files = {"report.html": page.encode(errors="replace")} | ({"report.png": picture} if picture else {})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -136,7 +187,8 @@ def _write(
             print(folder / name)
     except OSError as error:
         print(
-            f"fastgrpo report: {folder} cannot be written: {error.strerror}; choose another --output.", file=sys.stderr
+            f"fastgrpo report: {error.filename or folder} cannot be written: {error.strerror}; choose another --output.",
+            file=sys.stderr,
         )
         return FAILED
     return DONE

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#1f2430;background:#fff;margin:2rem auto;max-width:75rem;padding:0 1rem}
@@ -22,7 +21,7 @@ def render_page(
     names: Sequence[str],
     rows: Sequence[Sequence[str]],
     sentences: Sequence[str],
-    settings: Mapping[str, Sequence[Any]],
+    settings: Sequence[Sequence[str]],
     picture: bytes | None,
     version: str,
 ) -> str:
@@ -33,7 +32,7 @@ def render_page(
         names: of the runs, the columns.
         rows: label and a cell a run.
         sentences: what there is to say before the table.
-        settings: name -> value of each run, those that differ.
+        settings: name and a cell a run, those that differ.
         picture: PNG; None = left out.
         version: of fastgrpo.
     """
@@ -46,10 +45,7 @@ def render_page(
         words = "Reward, tokens, entropy, KL, seconds of a step and peak memory of " + ", ".join(names)
         parts.append(f'<h2>Step by step</h2><img alt="{escape(words)}" src="data:image/png;base64,{encoded}">')
     if settings:
-        told = [
-            [name, *("default" if value is None else str(value) for value in row)] for name, row in settings.items()
-        ]
-        parts += ["<h2>Settings that differ</h2>", _table(names, told)]
+        parts += ["<h2>Settings that differ</h2>", _table(names, settings)]
     parts.append(f"<footer>Written by fastgrpo {escape(version)}.</footer>")
     body = "\n".join(parts)
     return (

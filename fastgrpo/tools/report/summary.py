@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.runlog import RunRecord, first_and_last
+from fastgrpo.runlog import RunRecord
+from fastgrpo.tools.report.lines import mean, points, standing
+from fastgrpo.tools.report.names import plain
 
 PHASES = ("generation", "reward", "sync", "update")
 UNFINISHED = "no end line: killed, or still running"
+UNEXPLAINED = "over; its end line does not say how"
 _WINDOW = 10
 
 
@@ -22,15 +25,17 @@ class RunSummary:
     One run; what its log does not know is None.
 
     Attributes:
-        name: its folder, or its file where that has an own name.
+        name: what to call it.
+        path: its log.
         model, device, started, rollout_path: from the `run` line.
         patched: whether options of a patch are in it.
-        exit: "done", "interrupted", an error text, or `UNFINISHED`.
+        exit: "done", "interrupted", an error text, `UNFINISHED` or `UNEXPLAINED`.
         steps: of the last line.
         wall_s, seconds_per_step: of the `end` line; for a run without one, seconds_per_step is the sum of its phases.
-        reward_first, reward_last: means over the first and last `reward_window` lines that have a reward.
-        pass_at_1_before, pass_at_1_after: first and last evaluation with greedy answers; the second is None where there is only
-            one.
+        reward_first, reward_last: means over the first and last `reward_window` lines that have a reward; the first is None
+            where there is only one such line.
+        pass_at_1_before, pass_at_1_after: first and last evaluation with greedy answers, by step; the first is None where there
+            are none of two steps, the second where there is none after step 0.
         sampled_before, sampled_after: the same with sampled answers.
         kl_last, entropy_last, tokens_per_step, padding_share: means over the last `reward_window` lines with a reward and those
             that replay their rollouts; share of padded tokens that are no real ones.
@@ -38,9 +43,13 @@ class RunSummary:
         plan_gb: what the plan had predicted as its peak.
         phase_seconds: mean of a step by phase, those that were measured.
         stale: lines marked stale.
+        remarks: a sentence for all that is missing, or that could not be used.
+
+    A mean over lines counts each as often as it has optimizer steps. Lines whose steps were taken again count for nothing.
     """
 
     name: str
+    path: str
     model: str | None
     device: str | None
     started: str | None
@@ -66,17 +75,22 @@ class RunSummary:
     plan_gb: float | None
     phase_seconds: dict[str, float]
     stale: int
+    remarks: list[str]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the phases are all of a step: the update is what the others left of it."""
+        return "update" in self.phase_seconds and sum(self.phase_seconds.values()) > 0
 
     @property
     def dominant_phase(self) -> str | None:
-        """The phase that most of a step goes into; None where none was measured."""
-        return max(self.phase_seconds, key=self.phase_seconds.__getitem__) if self.phase_seconds else None
+        """The phase that most of a step goes into; None where only parts of a step were measured."""
+        return max(self.phase_seconds, key=self.phase_seconds.__getitem__) if self.whole else None
 
     @property
     def dominant_share(self) -> float | None:
-        """Its share of the measured time, 0 to 1."""
-        total = sum(self.phase_seconds.values())
-        return self.phase_seconds[self.dominant_phase] / total if total > 0 else None
+        """Its share of a step, 0 to 1."""
+        return max(self.phase_seconds.values()) / sum(self.phase_seconds.values()) if self.whole else None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -96,69 +110,70 @@ def summarise(record: RunRecord, name: str, plan_gb: float | None = None) -> Run
         name: what to call it.
         plan_gb: predicted peak; None = what the log's own plan says, if it has one.
     """
-    window, first, last = first_and_last(record.rewards) if record.rewards else (0, None, None)
-    rewarded = [index for index, line in enumerate(record.steps) if line["reward"] is not None]
-    recent = record.steps[rewarded[-window] if rewarded else -1 :]
+    lines = standing(record.steps)
+    rewarded = [index for index, line in enumerate(lines) if line["reward"] is not None]
+    window = min(_WINDOW, max(1, len(rewarded) // 2)) if rewarded else 0
+    early = lines[: rewarded[window - 1] + 1] if len(rewarded) > 1 else []
+    recent = lines[rewarded[-window] if rewarded else -1 :]
     end = record.end or {}
-    phases = {phase: mean(values(record.steps, f"time_{phase}")) for phase in PHASES}
+    phases = {phase: mean(lines, f"time_{phase}") for phase in PHASES}
     measured = {phase: seconds for phase, seconds in phases.items() if seconds is not None}
-    padded, real = mean(values(recent, "tokens_padded")), mean(values(recent, "tokens_real"))
-    evals = sorted(record.evals, key=lambda line: line["step"] or 0)
-    greedy = [line for line in evals if line["temperature"] is None]
-    sampled = [line for line in evals if line["temperature"] is not None]
-    own_plan = ((record.run.get("plan") or {}).get("peaks_gb") or {}).values()
+    both = [line for line in recent if line["tokens_padded"] is not None and line["tokens_real"] is not None]
+    padded, real = mean(both, "tokens_padded"), mean(both, "tokens_real")
+    greedy = _before_and_after([line for line in record.evals if line["temperature"] is None])
+    sampled = _before_and_after([line for line in record.evals if line["temperature"] is not None])
+    own_plan = record.run["plan"]
     return RunSummary(
         name=name,
-        model=record.run["model"],
-        device=record.run["device"],
-        started=record.run["started"],
-        rollout_path=record.run["rollout_path"],
+        path=str(record.path),
+        **{key: record.run[key] for key in ("model", "device", "started", "rollout_path")},
         patched=record.run["options"] is not None,
-        exit=record.exit or UNFINISHED,
-        steps=record.steps[-1]["step"] if record.steps else 0,
+        exit=record.exit or (UNEXPLAINED if record.end else UNFINISHED),
+        steps=lines[-1]["step"] if lines else 0,
         wall_s=end.get("wall_s"),
-        seconds_per_step=end.get("seconds_per_step") or (sum(measured.values()) if measured else None),
+        seconds_per_step=end.get("seconds_per_step") or (sum(measured.values()) if "update" in measured else None),
         reward_window=window,
-        reward_first=first,
-        reward_last=last,
-        pass_at_1_before=greedy[0]["pass_at_1"] if greedy else None,
-        pass_at_1_after=greedy[-1]["pass_at_1"] if len(greedy) > 1 else None,
-        pass_at_1_problems=greedy[-1]["n"] if greedy else None,
-        sampled_before=sampled[0]["pass_at_1"] if sampled else None,
-        sampled_after=sampled[-1]["pass_at_1"] if len(sampled) > 1 else None,
-        kl_last=mean(values(recent, "kl")),
-        entropy_last=mean(values(recent, "entropy")),
-        tokens_per_step=real,
-        padding_share=1 - real / padded if real is not None and padded else None,
-        peak_memory_gb=max(values(record.steps, "peak_memory_gb"), default=None),
-        plan_gb=plan_gb if plan_gb is not None else max(own_plan, default=None),
+        reward_first=mean(early, "reward"),
+        reward_last=mean(recent, "reward"),
+        pass_at_1_before=greedy[0],
+        pass_at_1_after=greedy[1],
+        pass_at_1_problems=greedy[2],
+        sampled_before=sampled[0],
+        sampled_after=sampled[1],
+        kl_last=mean(recent, "kl"),
+        entropy_last=mean(recent, "entropy"),
+        tokens_per_step=mean(recent, "tokens_real"),
+        padding_share=1 - real / padded if real is not None and padded and real <= padded else None,
+        peak_memory_gb=max((value for _, value in points(lines, "peak_memory_gb")), default=None),
+        plan_gb=plan_gb if plan_gb is not None else _peak(own_plan),
         phase_seconds=measured,
-        stale=sum(bool(line["stale"]) for line in record.steps),
+        stale=sum(bool(line["stale"]) for line in lines),
+        remarks=[*_missing(lines, record), *map(plain, record.remarks)],
     )
 
 
-def values(lines: Iterable[dict[str, Any]], key: str) -> list[float]:
-    """What lines have under a key, nulls left out."""
-    return [line[key] for line in lines if line[key] is not None]
+def _before_and_after(evals: Sequence[dict[str, Any]]) -> tuple[float | None, float | None, int | None]:
+    """Pass@1 at the first step and at the last, and the problems of the last."""
+    known = sorted((line for line in evals if line["pass_at_1"] is not None), key=lambda line: line["step"] or 0)
+    if not known:
+        return None, None, None
+    first, last = known[0], known[-1]
+    before = first["pass_at_1"] if not first["step"] or first["step"] != last["step"] else None
+    return before, last["pass_at_1"] if last["step"] else None, last["n"]
 
 
-def mean(numbers: Sequence[float]) -> float | None:
-    """Mean, None of nothing."""
-    return sum(numbers) / len(numbers) if numbers else None
-
-
-def names_of(records: Sequence[RunRecord]) -> list[str]:
-    """A short name for every run, each once."""
-    names: list[str] = []
-    for record in records:
-        path = record.path.resolve()
-        name = path.parent.name if path.name == "log.jsonl" else f"{path.parent.name}/{path.stem}"
-        number = 2
-        candidate = name
-        while candidate in names:
-            candidate, number = f"{name} ({number})", number + 1
-        names.append(candidate)
-    return names
+def _missing(lines: Sequence[dict[str, Any]], record: RunRecord) -> list[str]:
+    remarks = []
+    if not lines:
+        remarks.append("the log has no steps")
+    elif not any(line["reward"] is not None for line in lines):
+        what = "its only step line" if len(lines) == 1 else f"none of its {len(lines)} step lines"
+        remarks.append(f"there is no reward: {what} has {'no' if len(lines) == 1 else 'a'} finite one")
+    again = len(record.steps) - len(lines)
+    if again:
+        taken = "1 line was" if again == 1 else f"{again} lines were"
+        remarks.append(f"steps go back, as after a checkpoint: {taken} replaced by later ones of the same steps")
+    return remarks
 
 
 def different_settings(records: Sequence[RunRecord]) -> dict[str, list[Any]]:
@@ -180,42 +195,6 @@ def different_settings(records: Sequence[RunRecord]) -> dict[str, list[Any]]:
     return {name: row for name, row in table.items() if any(value != row[0] for value in row)}
 
 
-def verdict(summaries: Sequence[RunSummary]) -> str:
-    """Which of several runs ended better, and by what measure; empty for one run, or where nothing can be compared."""
-    if len(summaries) < 2:
-        return ""
-    measures = (("pass_at_1_after", "pass@1 after training", ".1%"), ("reward_last", "mean reward at the end", ".3f"))
-    for attribute, words, form in measures:
-        ends = {summary.name: getattr(summary, attribute) for summary in summaries}
-        if any(value is None for value in ends.values()):
-            continue
-        problems = {summary.pass_at_1_problems for summary in summaries}
-        if attribute == "pass_at_1_after" and len(problems) > 1:
-            continue
-        best = max(ends, key=ends.__getitem__)
-        others = ", ".join(f"{name} {value:{form}}" for name, value in ends.items() if name != best)
-        if all(value == ends[best] for value in ends.values()):
-            return f"{words}: all {ends[best]:{form}}"
-        note = " (comparable only if the reward functions are the same)"
-        if attribute == "pass_at_1_after":
-            note = _noise(ends, problems.pop())
-        return f"best by {words}: {best} with {ends[best]:{form}}; {others}{note}"
-    return ""
-
-
-def _noise(rates: dict[str, float], problems: int | None) -> str:
-    """Said where the best is no further from the next than two standard errors of the difference of two shares."""
-    best, second, *_ = sorted(rates.values(), reverse=True)
-    error = math.sqrt((best * (1 - best) + second * (1 - second)) / problems) if problems else 0.0
-    if best - second > 2 * error:
-        return ""
-    return (
-        f" (within the noise of {problems} problems: the standard error of the difference is {error:.1%})"
-        if error
-        else ""
-    )
-
-
 def plan_peak(path: Path) -> float:
     """
     The peak that a plan predicts, from a file that `fastgrpo plan --json` wrote.
@@ -223,10 +202,20 @@ def plan_peak(path: Path) -> float:
     Raises:
         ValueError: another file.
     """
-    import json
-
     try:
-        peaks = json.loads(path.read_text())["peaks_gb"]
-        return float(max(peaks.values()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is no plan ({error}); write one with `fastgrpo plan ... --json > {path}`.") from error
+        plan = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"the plan {path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError):
+        plan = None
+    peak = _peak(plan)
+    if peak is None:
+        raise ValueError(f"{path} is no plan: it has no peaks_gb; write one with `fastgrpo plan ... --json > {path}`.")
+    return peak
+
+
+def _peak(plan: Any) -> float | None:
+    """The largest of a plan's peaks."""
+    peaks = plan.get("peaks_gb") if isinstance(plan, dict) else None
+    known = [peak for peak in peaks.values() if isinstance(peak, int | float)] if isinstance(peaks, dict) else []
+    return max((float(peak) for peak in known if 0 < peak < 1e9), default=None)

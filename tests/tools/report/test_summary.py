@@ -5,9 +5,12 @@ from contextlib import suppress
 
 import pytest
 
-from fastgrpo.runlog import RunLog, read_run_log
-from fastgrpo.tools.report.rows import duration, rows_of
-from fastgrpo.tools.report.summary import UNFINISHED, different_settings, names_of, summarise, verdict
+from fastgrpo.runlog import RunLog, read_run_log, read_run_logs
+from fastgrpo.tools.report.lines import mean, standing, steps_of
+from fastgrpo.tools.report.names import names_of
+from fastgrpo.tools.report.rows import duration, rows_of, sentences_of, settings_of
+from fastgrpo.tools.report.summary import UNEXPLAINED, UNFINISHED, different_settings, summarise
+from fastgrpo.tools.report.verdict import verdict
 
 
 def written(folder, steps=(), evals=(), crash=None, **run):
@@ -73,15 +76,115 @@ def test_a_plan_in_the_log_is_compared_with(tmp_path):
     assert summarise(record, "a").plan_gb == 4.0
 
 
+def test_a_line_counts_as_often_as_it_has_steps(tmp_path):
+    lines = [
+        {"steps": 10, "reward": 0.5, "tokens_real": 60, "tokens_padded": 100, **times(2.0, 0.0, None, 1.0)},
+        {"steps": 2, "reward": None, "tokens_real": 0, "tokens_padded": 40, **times(8.0, 0.0, None, 1.0)},
+    ]
+    run = summarise(written(tmp_path, lines), "a")
+    assert run.phase_seconds == pytest.approx({"generation": (10 * 2 + 2 * 8) / 12, "reward": 0.0, "update": 1.0})
+    assert run.tokens_per_step == pytest.approx(600 / 12) and run.padding_share == pytest.approx(1 - 600 / 1080)
+
+
+def test_a_log_that_does_not_say_how_many_steps_a_line_has_is_weighted_by_their_numbers():
+    def lines(*numbers, steps=None):
+        return [{"step": number, "steps": steps, "time_update": float(number)} for number in numbers]
+
+    assert steps_of(lines(10, 20, 23)) == [10, 10, 3]
+    assert steps_of(lines(110, 120)) == [10, 10]  # resumed at 100
+    assert steps_of(lines(7)) == [7] and steps_of(lines(0)) == [1] and steps_of([]) == []
+    assert steps_of(lines(10, 20, steps=4)) == [4, 4]
+    assert mean(lines(10, 20, 23), "time_update") == pytest.approx((100 + 200 + 69) / 23)
+    assert mean([{"step": 1, "steps": 1, "kl": value} for value in (3e38, 3e38, None)], "kl") == pytest.approx(3e38)
+
+
+def test_steps_that_were_taken_again_after_a_checkpoint_count_once_and_it_is_said(tmp_path):
+    with RunLog(tmp_path / "log.jsonl") as log:
+        for step in (1, 2, 3, 4, 2, 3):
+            log.step(step, reward=float(step < 3), time_update=1.0)
+    record = read_run_log(tmp_path)
+    assert [line["step"] for line in standing(record.steps)] == [1, 2, 3]
+    run = summarise(record, "a")
+    assert run.steps == 3
+    assert run.remarks == [
+        "steps go back, as after a checkpoint: 3 lines were replaced by later ones of the same steps"
+    ]
+
+
+def test_a_run_without_any_reward_says_so(tmp_path):
+    run = summarise(written(tmp_path, [{"reward": float("nan"), "loss": 0.1}] * 3), "a")
+    assert run.remarks == ["there is no reward: none of its 3 step lines has a finite one"]
+    assert cells(rows_of([run]), "reward, start to end") == ["none in the log"]
+    assert "a: there is no reward: none of its 3 step lines has a finite one" in sentences_of(run)
+    assert run.to_dict()["reward_last"] is None
+    alone = summarise(written(tmp_path / "b", [{"reward": None}]), "b")
+    assert alone.remarks == ["there is no reward: its only step line has no finite one"]
+    other = summarise(written(tmp_path / "c", [{"reward": 0.5}]), "c")
+    assert verdict([run, other]) == (
+        "no verdict: no measure is in the logs of two runs; no pass@1 after training: a, c; no mean reward at the end: a"
+    )
+    third = summarise(written(tmp_path / "d", [{"reward": 0.25}]), "d")
+    assert verdict([run, other, third]).startswith("best by mean reward at the end: c with 0.500; d 0.250")
+    assert verdict([run, other, third]).endswith("; not compared, for want of it: a")
+
+
+def test_parts_of_a_step_name_no_phase(tmp_path):
+    run = summarise(written(tmp_path, [{"time_generation": 1.5, "time_reward": 0.5}]), "a")
+    assert run.dominant_phase is run.dominant_share is run.to_dict()["dominant_phase"] is None
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert summarise(read_run_log(path), "a").seconds_per_step is None
+    assert "of a step only 1.50 s of generation and 0.5 s of reward were measured" in sentences_of(run)[0]
+
+
+def test_an_evaluation_after_training_alone_is_the_one_after(tmp_path):
+    runs = [written(tmp_path / str(i), [{}], [(1, rate, 100)]) for i, rate in enumerate((0.2, 0.9))]
+    after, best = (summarise(run, name) for run, name in zip(runs, "ab", strict=True))
+    assert (after.pass_at_1_before, after.pass_at_1_after) == (None, 0.2)
+    assert verdict([after, best]).startswith("best by pass@1 after training: b with 90.0%; a 20.0%")
+    again = summarise(written(tmp_path / "again", [{}], [(1, 0.2, 100), (1, 0.4, 100)]), "c")
+    assert (again.pass_at_1_before, again.pass_at_1_after) == (None, 0.4)
+
+
+def test_more_real_tokens_than_padded_ones_are_no_padding(tmp_path):
+    run = summarise(written(tmp_path, [{"reward": 1.0, "tokens_real": 200, "tokens_padded": 100}]), "a")
+    assert run.tokens_per_step == 200 and run.padding_share is None
+
+
+def test_an_end_without_a_word_is_one(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"kind": "run", "schema": 1}\n{"kind": "end"}\n')
+    assert summarise(read_run_log(path), "a").exit == UNEXPLAINED
+
+
+def test_a_long_error_stands_below_the_table_whole(tmp_path):
+    run = summarise(written(tmp_path, crash=RuntimeError("out of memory\n" * 50 + "THE END")), "a")
+    assert cells(rows_of([run]), "ended") == ["error, see below"]
+    assert sentences_of(run)[-1].startswith("a: ended with an error: RuntimeError: out of memory out of memory")
+    assert sentences_of(run)[-1].endswith("THE END")
+
+
+@pytest.mark.parametrize("plan", [{"peaks_gb": {"a": None, "b": "x"}}, {"peaks_gb": [1]}, {"peaks_gb": None}, {}])
+def test_a_plan_without_numbers_is_none(plan, tmp_path):
+    assert summarise(written(tmp_path, plan=plan), "a").plan_gb is None
+
+
 def test_an_error_text_is_how_a_run_ended(tmp_path):
     assert summarise(written(tmp_path, crash=RuntimeError("no luck")), "a").exit == "RuntimeError: no luck"
 
 
 def test_names_are_short_and_different(tmp_path):
-    records = [written(tmp_path / name) for name in ("x/run", "y/run", "other")]
+    records = [written(tmp_path / name) for name in ("x/run", "y/run", "other", "se\nven\x1b[1m")]
     (tmp_path / "other" / "log.jsonl").rename(tmp_path / "other" / "log-2.jsonl")
     records[2] = read_run_log(tmp_path / "other" / "log-2.jsonl")
-    assert names_of(records) == ["run", "run (2)", "other/log-2"]
+    assert names_of(records) == ["x/run", "y/run", "other/log-2", "se ven\N{REPLACEMENT CHARACTER}[1m"]
+    assert names_of([written(tmp_path / "x" / "y")]) == ["y"]
+    (tmp_path / "other" / "log.jsonl").write_bytes(records[0].path.read_bytes())
+    assert names_of(read_run_logs(tmp_path / "other")) == ["other/log", "other/log-2"]
+    log, second = (tmp_path / "other" / name for name in ("log.jsonl", "log-2.jsonl"))
+    log.write_bytes(log.read_bytes() + second.read_bytes())
+    second.unlink()
+    assert names_of(read_run_logs(tmp_path / "other")) == ["other, run 1", "other, run 2"]
 
 
 def test_settings_that_differ_are_listed_and_the_same_are_not(tmp_path):
@@ -93,6 +196,8 @@ def test_settings_that_differ_are_listed_and_the_same_are_not(tmp_path):
         "patch": [True, False],
     }
     assert different_settings([a]) == {}
+    rows = settings_of([summarise(a, "a"), summarise(b, "b")], different_settings([a, b]))
+    assert rows == [["learning_rate", "1e-05", "default"], ["options.packing", "auto", "-"], ["patch", "yes", "no"]]
 
 
 def test_the_better_run_is_named_by_pass_at_1_and_else_by_reward(tmp_path):
