@@ -13,12 +13,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, TextIO
+from typing import Any
 
 from fastgrpo.tools.wording import ToolError, named, place, reason
 
@@ -44,13 +44,12 @@ class Conduct:
 
 
 @contextmanager
-def contained(subject: str, stream: TextIO | None = None) -> Iterator[Conduct]:
+def contained(subject: str) -> Iterator[Conduct]:
     """
-    Runs a user's code: what it prints is no answer of this program, the working directory stays, and its errors have a name.
+    Runs a user's code: the working directory stays, and its errors have a name.
 
     Args:
         subject: who acts, for the error's text.
-        stream: gets what is printed; None = stderr.
 
     Raises:
         RewardError: for everything that the code raises, SystemExit and a KeyboardInterrupt that nobody typed included.
@@ -58,7 +57,7 @@ def contained(subject: str, stream: TextIO | None = None) -> Iterator[Conduct]:
     conduct, here = Conduct(), os.getcwd()
     pressed: list[int] = []
     try:
-        with _noticing_ctrl_c(pressed), stdout_to(stream or sys.stderr), _named(subject, pressed):
+        with _noticing_ctrl_c(pressed), _named(subject, pressed):
             yield conduct
     finally:
         conduct.moved_to = _back_to(here)
@@ -99,24 +98,6 @@ def _noticing_ctrl_c(pressed: list[int]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-@contextmanager
-def stdout_to(stream: TextIO) -> Iterator[None]:
-    """Python's stdout goes to a stream, and the process's own, which child processes write to, to its stderr."""
-    try:
-        sys.stdout.flush()
-        kept = os.dup(1)
-        os.dup2(2, 1)
-    except OSError:  # a closed descriptor has nothing to protect
-        kept = None
-    try:
-        with redirect_stdout(stream):
-            yield
-    finally:
-        if kept is not None:
-            os.dup2(kept, 1)
-            os.close(kept)
 
 
 def _back_to(folder: str) -> str | None:
@@ -223,7 +204,6 @@ def call(
     spec: str,
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
-    stream: TextIO | None = None,
     conduct: list[Conduct] | None = None,
 ) -> Any:
     """
@@ -233,7 +213,6 @@ def call(
         spec: its name, for people.
         function: of a user.
         arguments: `prompts`, `completions`, `completion_ids` and the dataset's columns; the trainer's are added.
-        stream: gets what it prints; None = stderr.
         conduct: gets what it did beside its work.
 
     Raises:
@@ -241,7 +220,7 @@ def call(
     """
     given = {**arguments, **_of_no_trainer()}
     _check_signature(spec, function, given)
-    with contained(spec, stream) as observed:
+    with contained(spec) as observed:
         result = function(**given)
         if inspect.isawaitable(result):
             if not _is_async(function):

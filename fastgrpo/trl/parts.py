@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from fastgrpo.trl.compat import SCORING_METHOD, overrides
 
@@ -123,12 +123,17 @@ def check_limits(trainer: GRPOTrainer, limits: Limits) -> None:
         if limits.sequences is None:
             given = f"max_tokens_per_microbatch={limits.tokens}"
         raise ValueError(f"{given} is not possible: {obstacle}; leave it None.")
-    generated = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
-    if limits.sequences is not None and limits.sequences > generated:
+    check_generated(trainer.args, limits.sequences)
+
+
+def check_generated(args: GRPOConfig, mini_batch_size: int | None) -> None:
+    """Raises `ValueError` where a mini-batch is more than a process trains on between two generations."""
+    generated = args.per_device_train_batch_size * args.steps_per_generation
+    if mini_batch_size is not None and mini_batch_size > generated:
         raise ValueError(
-            f"mini_batch_size is {limits.sequences}, more than the {generated} sequences that a process trains on between two "
-            f"generations (per_device_train_batch_size {trainer.args.per_device_train_batch_size} x steps_per_generation "
-            f"{trainer.args.steps_per_generation}); give at most that, or None."
+            f"mini_batch_size is {mini_batch_size}, more than the {generated} sequences that a process trains on between two "
+            f"generations (per_device_train_batch_size {args.per_device_train_batch_size} x steps_per_generation "
+            f"{args.steps_per_generation}); give at most that, or None."
         )
 
 

@@ -132,11 +132,10 @@ def test_weights_that_are_not_as_many_as_the_functions(folder):
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-def test_a_function_that_ends_the_program_in_a_step_is_an_error_there(kind, folder, capfd):
+def test_a_function_that_ends_the_program_in_a_step_is_an_error_there(kind, folder):
     # It behaves in the doctor's own two calls.
-    body = "    if 'answer' not in _:\n        import sys; print('loud'); sys.exit('enough')\n    return [1.0]\n"
+    body = "    if 'answer' not in _:\n        import sys; sys.exit('enough')\n    return [1.0]\n"
     write(folder, "leaving.py", f"{kind} f(completions, **_):\n{body}")
     assert guarded("leaving.py:f").__name__ == "f"
     (line,) = check_step(Case(rewards=("leaving.py:f",)))
     assert line.status == "wrong" and "leaving.py:f calls sys.exit('enough')" in line.text
-    assert capfd.readouterr().out == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, Literal
 
 from fastgrpo.tools.wording import ToolError, named
 
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 Status = Literal["ok", "hint", "wrong", "skipped"]
 
 
@@ -56,15 +54,13 @@ class Case:
     @property
     def lora_rank(self) -> int | None:
         """Rank of the adapter; None = full fine-tuning."""
-        if not self.settings.get("use_peft", "lora_r" in self.settings):
-            return None
-        return int(self.settings.get("lora_r") or 16)
+        return int(self.settings.get("lora_r") or 16) if self.settings.get("use_peft") else None
 
     @property
-    def lora_targets(self) -> str | tuple[str, ...]:
-        """As peft's `target_modules`; a list of one is taken as its only entry, as TRL does."""
-        targets = self.settings.get("lora_target_modules") or "all-linear"
-        if isinstance(targets, str):
+    def lora_targets(self) -> str | tuple[str, ...] | None:
+        """As peft's `target_modules`; a list of one is taken as its only entry, as TRL does; None = peft's for the model."""
+        targets = self.settings.get("lora_target_modules")
+        if targets is None or isinstance(targets, str):
             return targets
         return targets[0] if len(targets) == 1 and targets[0] == "all-linear" else tuple(targets)
 
@@ -89,13 +85,16 @@ def read_settings(path: Path) -> dict[str, Any]:
         settings = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read as YAML or JSON: {str(error).splitlines()[0]}.") from error
+    if settings is None:
+        raise ValueError(f"{path} is empty; give a file of names and values, or leave --config out.")
     if not isinstance(settings, dict):
         raise ValueError(f"{path} holds a {type(settings).__name__}; give a file of names and values.")
-    # YAML takes 1e-5 for a text, and TRL's parser makes a number of it.
-    return {
-        name: float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
-        for name, value in settings.items()
-    }
+    odd = next((name for name in settings if not isinstance(name, str)), None)
+    if odd is not None:
+        raise ValueError(f"{path} names a setting {odd!r}, which is no text; write NAME: VALUE.")
+    if not isinstance(settings.get("env", {}), dict):
+        raise ValueError(f"{path}: env is {settings['env']!r}; give a mapping of variables to values.")
+    return settings
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from fastgrpo.tools.arguments import DONE, FAILED, USAGE, console, positive, pri
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fastgrpo.tools.doctor.case import Case, Line
+    from fastgrpo.tools.doctor.case import Line
 
 _DESCRIPTION = (
     "Checks what a GRPO run stands on, layer by layer: device, versions, kernels, trained parameters and tokenizer, reward "
@@ -86,17 +86,16 @@ def run(arguments: argparse.Namespace) -> int:
         from fastgrpo.tools.doctor.case import Case, Line
 
         try:
-            from fastgrpo.tools.doctor.layers import layers
-
-            checks = layers(not arguments.no_step, arguments.smoke)
+            from fastgrpo.tools.doctor.layers import examine, layers
         except VLLMVersionError as error:
-            found_at_import = Line("versions", "wrong", str(error), "install that, or remove vLLM")
-            checks = [("versions", lambda _: iter((found_at_import,)))]
-    model = arguments.model or settings.get("model_name_or_path")
-    case = Case(Path(model) if model else None, tuple(arguments.rewards), rows, settings, arguments.server)
+            lines = iter((Line("versions", "wrong", str(error), "install that, or remove vLLM"),))
+        else:
+            model = arguments.model or settings.get("model_name_or_path")
+            case = Case(Path(str(model)) if model else None, tuple(arguments.rewards), rows, settings, arguments.server)
+            lines = examine(case, layers(not arguments.no_step, arguments.smoke), errors.status)
     to = None if arguments.json else console()
     found = []
-    for line in _examine(checks, case, errors):
+    for line in lines:
         found.append(line)
         if to is not None:
             _show(line, to)
@@ -106,22 +105,15 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE if healthy else FAILED
 
 
-def _examine(checks: list[tuple[str, Callable[[Case], Iterator[Line]]]], case: Case, errors: Console) -> Iterator[Line]:
-    for name, check in checks:
-        with errors.status(name):
-            lines = list(check(case))
-        for line in lines:
-            yield line
-            if line.status == "wrong":
-                return
-
-
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     from fastgrpo.tools.doctor.case import read_settings
 
     settings = read_settings(arguments.config) if arguments.config else {}
+    for name, value in settings.pop("env", {}).items():  # as TRL's parser does
+        os.environ[str(name)] = str(value)
     if arguments.lora_rank:
         settings |= {"lora_r": arguments.lora_rank, "use_peft": True}
+        settings.setdefault("lora_target_modules", "all-linear")
     if arguments.lora_targets:
         targets = [part.strip() for part in arguments.lora_targets.split(",")]
         settings |= {"lora_target_modules": targets if len(targets) > 1 else targets[0], "use_peft": True}

@@ -20,6 +20,8 @@ from fastgrpo.versions import installed_version
 _TORCH_AT_LEAST = "2.10"
 _DRIVERS = {"NVIDIA": Path("/proc/driver/nvidia/version"), "AMD": Path("/dev/kfd")}
 _SERVER_SECONDS = 5.0
+_YES = ("true", "yes", "t", "y", "1")
+"""How a configuration that no parser has read yet may say so."""
 
 
 def check_device(case: Case) -> Iterator[Line]:
@@ -63,7 +65,7 @@ def check_versions(case: Case) -> Iterator[Line]:
     except UnsupportedError as error:
         yield Line("versions", "wrong", str(error), "install a version in that range")
         return
-    wrong = version_obstacle() if case.settings.get("use_vllm") else ""
+    wrong = version_obstacle() if str(case.settings.get("use_vllm")).lower() in _YES else ""
     if wrong:
         yield Line("versions", "wrong", wrong, "install that, or use_vllm=False")
         return

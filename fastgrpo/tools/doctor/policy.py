@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fastgrpo.tools.checkpoint import check_weights, context_of, folder_of, load_tokenizer, read_model_config
@@ -56,8 +57,16 @@ def _parameters(count: int) -> str:
 
 
 def _measure(case: Case, config: PretrainedConfig) -> ModelShape:
+    targets = case.lora_targets
+    if targets is None and case.lora_rank:
+        targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type)
+        if targets is None:
+            raise ToolError(
+                f"target_modules are not given, and peft has none for models of type {config.model_type}",
+                "set lora_target_modules: all-linear, or names of layers",
+            )
     try:
-        return measure(str(case.model), build(config, "bfloat16", case.lora_rank, case.lora_targets))
+        return measure(str(case.model), build(config, "bfloat16", case.lora_rank, targets or ()))
     except Exception as error:  # what a configuration that does not build raises is as varied as configurations
         text = reason(error)
         if "lora_targets" in text:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from fastgrpo.tools.doctor.case import Case, Line, fault
 from fastgrpo.tools.doctor.trainer import build_trainer
 from fastgrpo.tools.report.rows import duration
 from fastgrpo.tools.report.summary import RunSummary, summarise
-from fastgrpo.tools.reward_functions import stdout_to
 
 STEPS, PROMPTS, ROLLOUTS = 10, 10, 4
 _SMOKE = {
@@ -35,7 +33,7 @@ _LAYER = "smoke"
 def check_smoke(case: Case) -> Iterator[Line]:
     """Ten prompts, four rollouts each, ten steps: seconds, wall clock of the run, peak memory against the plan."""
     try:
-        with stdout_to(sys.stderr), quiet_libraries(), tempfile.TemporaryDirectory() as folder:
+        with quiet_libraries(), tempfile.TemporaryDirectory() as folder:
             trainer = build_trainer(case, Path(folder), rows=PROMPTS, own_settings=True, **_SMOKE)
             log = Path(folder) / "smoke.jsonl"
             with fastgrpo.patch(trainer, fastgrpo.Options(run_log=log, on_stale="ignore")):

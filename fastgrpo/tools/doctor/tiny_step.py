@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ import fastgrpo
 from fastgrpo.tools.demo.quiet import quiet_libraries
 from fastgrpo.tools.doctor.case import Case, Line, fault
 from fastgrpo.tools.doctor.trainer import build_trainer
-from fastgrpo.tools.reward_functions import stdout_to
 
 _ONE_SMALL_STEP = {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
 _RATIO_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -24,7 +22,7 @@ _RATIO_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 def check_step(case: Case) -> Iterator[Line]:
     """One optimizer step on the CPU or GPU at hand: reward 0 everywhere, NaN, and the ratio before the first update."""
-    with stdout_to(sys.stderr), quiet_libraries(), tempfile.TemporaryDirectory() as folder:
+    with quiet_libraries(), tempfile.TemporaryDirectory() as folder:
         try:
             lines = list(examine_step(build_trainer(case, Path(folder), **_ONE_SMALL_STEP)))
         except Exception as error:  # anything may break in somebody's model or reward

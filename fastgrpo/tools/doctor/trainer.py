@@ -82,7 +82,7 @@ def _lora(case: Case) -> LoraConfig | None:
     if case.model is None or case.lora_rank is None:
         return None
     targets = case.lora_targets
-    return LoraConfig(r=case.lora_rank, target_modules=targets if isinstance(targets, str) else list(targets))
+    return LoraConfig(r=case.lora_rank, target_modules=list(targets) if isinstance(targets, tuple) else targets)
 
 
 def _different_characters(completions: list[Any], **_: Any) -> list[float]:

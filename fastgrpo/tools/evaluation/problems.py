@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +136,6 @@ class Rewarded:
 
     def __init__(self, spec: str, function: Callable[..., Any], solved_at: float) -> None:
         self._spec, self._function, self._solved_at = spec, function, solved_at
-        self._stream = sys.stderr
         self.rewards: list[float | None] = []
 
     def try_out(self, problem: Problem) -> None:
@@ -157,7 +155,7 @@ class Rewarded:
             name: [value] for name, value in problem.columns.items() if name not in ("completion", "completion_ids")
         }
         arguments = {"prompts": [problem.prompt], "completions": [completion], "completion_ids": [[]], **columns}
-        result = call(self._spec, self._function, arguments, self._stream)
+        result = call(self._spec, self._function, arguments)
         values = list(result) if isinstance(result, Iterable) and not isinstance(result, str | bytes) else []
         if len(values) != 1 or not (values[0] is None or is_number(values[0])):
             raise RewardError(

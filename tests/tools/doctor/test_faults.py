@@ -321,7 +321,18 @@ def test_a_healthy_run_with_everything_given(toy, tmp_path, capsys):
     assert cli.main(["doctor", *rewards, "--prompts", str(rows), "--config", str(config), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     layers = [line["layer"] for line in document["lines"]]
-    order = ["device", "versions", "kernels", "trained", "tokenizer", "settings", "rewards", "rollouts", "one step"]
+    order = [
+        "device",
+        "versions",
+        "kernels",
+        "config",
+        "trained",
+        "tokenizer",
+        "settings",
+        "rewards",
+        "rollouts",
+        "one step",
+    ]
     assert list(dict.fromkeys(layers)) == order
     assert document["healthy"] is True
 
