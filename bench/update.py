@@ -20,6 +20,7 @@ import fastgrpo
 from bench import report
 from bench.measure import MIB, Timing, extra_peak_bytes, interleave
 from bench.peers import Problem, peers
+from bench.vision import INPUTS, RESERVED, Processor, Tower
 
 STOCK, PATCHED = "TRL", "fastgrpo"
 LORA_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -41,6 +42,7 @@ class Workload:
         family: `"llama"` or `"qwen3"`.
         shared: the completions of a prompt have it in common; False = every row has an own prompt of that length.
         tied: embeddings and output head are one matrix.
+        vision: the tower of a model that sees (Qwen2.5-VL, whatever the family), and the picture of a prompt; None = text.
         options: of the patch.
         cases: what is measured: (`"lora"` or `"full"`, with gradient checkpointing).
         reference: whether gradients are also compared with those of an unpatched float32 run, where the precision is another
@@ -64,28 +66,31 @@ class Workload:
     family: str = "llama"
     shared: bool = True
     tied: bool = True
+    vision: Tower | None = None
     options: tuple[tuple[str, Any], ...] = ()
     cases: tuple[tuple[str, bool], ...] = (("lora", False), ("lora", True), ("full", False), ("full", True))
     reference: bool = False
 
     def config(self) -> transformers.PretrainedConfig:
         """Of the model."""
+        settings = {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocabulary,
+            "tie_word_embeddings": self.tied,
+            "max_position_embeddings": max(8192, self.prompt_tokens[1] + self.completion_max),
+            "initializer_range": 0.04,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 1,
+        }
+        if self.vision is not None:
+            return self.vision.config(settings)
         kind = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[self.family]
-        return kind(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=128 if self.family == "qwen3" else None,
-            intermediate_size=self.intermediate,
-            vocab_size=self.vocabulary,
-            tie_word_embeddings=self.tied,
-            max_position_embeddings=max(8192, self.prompt_tokens[1] + self.completion_max),
-            initializer_range=0.04,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
+        return kind(head_dim=128 if self.family == "qwen3" else None, **settings)
 
 
 SMOLLM2 = Workload(
@@ -142,6 +147,27 @@ QWEN3_EQUAL = replace(
     cases=_LORA,
     reference=False,
 )
+# The text model of Qwen2-VL-2B under the vision tower of Qwen2.5-VL, whose gated layers get adapters too.
+VISION = Workload(
+    "vision, 2.2B, pictures of 1024 patches",
+    hidden=1536,
+    layers=28,
+    heads=12,
+    kv_heads=2,
+    intermediate=8960,
+    vocabulary=151936,
+    prompts=2,
+    completions=8,
+    micro_batch=16,
+    prompt_tokens=(384, 640),
+    completion_median=300,
+    completion_spread=0.8,
+    completion_max=1024,
+    vision=Tower(layers=32, hidden=1280, heads=16, intermediate=3420, side=32),
+    cases=_LORA,
+    reference=True,
+)
+VISION_IN_PARTS = replace(VISION, name="vision, mini-batches of 4", options=(("mini_batch_size", 4),), reference=False)
 # Stock TRL needs 109 GB with eight sequences in a micro-batch, and 27 GB with one.
 LLAMA_LONG = Workload(
     "Llama-3.1-8B, 20480 tokens",
@@ -165,9 +191,9 @@ LLAMA_LONG = Workload(
 LLAMA_RECOMPUTED = replace(
     LLAMA_LONG, name="Llama-3.1-8B, 20480 tokens, mini-batches recomputed", options=(("mini_batch_size", 1),)
 )
-# Minutes each, so only when they are asked for.
-LONG = (LLAMA_LONG, LLAMA_RECOMPUTED)
-WORKLOADS = {"cpu": (SMOLLM2,), "cuda": (QWEN3_512, QWEN3_2048, QWEN3_EQUAL, QWEN3_BY_4, QWEN3_BY_2)}
+# Minutes each, or beside the point of most runs, so only when they are asked for.
+ASKED_FOR = (LLAMA_LONG, LLAMA_RECOMPUTED, VISION_IN_PARTS)
+WORKLOADS = {"cpu": (SMOLLM2,), "cuda": (QWEN3_512, QWEN3_2048, QWEN3_EQUAL, QWEN3_BY_4, QWEN3_BY_2, VISION)}
 QUICK = Workload(
     "quick",
     hidden=32,
@@ -185,6 +211,14 @@ QUICK = Workload(
     completion_max=24,
     reference=True,
 )
+QUICK_VISION = replace(
+    QUICK,
+    name="quick vision",
+    prompt_tokens=(8, 12),
+    vision=Tower(layers=2, hidden=32, heads=2, intermediate=64, side=4),
+    cases=_LORA,
+)
+QUICK_VISION_IN_PARTS = replace(QUICK_VISION, name="quick vision in parts", options=(("mini_batch_size", 1),))
 _COLUMNS = (
     "",
     "time / ours",
@@ -227,7 +261,9 @@ def run(
     report.quiet()
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
-    workloads = (QUICK,) if quick else WORKLOADS.get(device.type, (SMOLLM2,)) + (LONG if only else ())
+    workloads = (QUICK,) if quick else WORKLOADS.get(device.type, (SMOLLM2,))
+    if only:
+        workloads += (QUICK_VISION, QUICK_VISION_IN_PARTS) if quick else ASKED_FOR
     shapes = []
     for workload in workloads:
         if only is not None and not any(text in workload.name for text in only):
@@ -260,7 +296,7 @@ def run(
     return report.record("update", device, settings, rows, ratios)
 
 
-def synthetic_batch(workload: Workload, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+def synthetic_batch(workload: Workload, device: torch.device, seed: int = 0) -> dict[str, Any]:
     """
     A generation batch as `GRPOTrainer` builds it: prompts left-padded, completions right-padded, random ids.
 
@@ -281,7 +317,8 @@ def synthetic_batch(workload: Workload, device: torch.device, seed: int = 0) -> 
     prompt_width, width = int(prompt_lengths.max()), int(lengths.max())
     prompt_mask = (torch.arange(prompt_width) >= prompt_width - prompt_lengths.unsqueeze(1)).long()
     completion_mask = (torch.arange(width) < lengths.unsqueeze(1)).long()
-    ids = torch.randint(2, workload.vocabulary, (count, prompt_width + width), generator=generator)
+    last = workload.vocabulary - (RESERVED if workload.vision else 0)
+    ids = torch.randint(2, last, (count, prompt_width + width), generator=generator)
     prompt_ids = ids[:, :prompt_width].view(workload.prompts, workload.completions, -1)[:, :1]
     prompt_ids = prompt_ids.expand(-1, workload.completions, -1).reshape(count, prompt_width)
     if not workload.shared:
@@ -294,10 +331,12 @@ def synthetic_batch(workload: Workload, device: torch.device, seed: int = 0) -> 
         "advantages": torch.randn(count, generator=generator),
         "num_items_in_batch": completion_mask.sum(),
     }
-    return {name: value.to(device) for name, value in batch.items()}
+    if workload.vision:
+        batch |= workload.vision.show(batch, workload.vocabulary, workload.completions, generator)
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def count_tokens(batch: dict[str, Tensor]) -> dict[str, int]:
+def count_tokens(batch: dict[str, Any]) -> dict[str, int]:
     """Padded, real and scored tokens of a batch."""
     scored = int(batch["completion_mask"].sum())
     return {
@@ -309,7 +348,7 @@ def count_tokens(batch: dict[str, Tensor]) -> dict[str, int]:
 
 def build_trainer(
     workload: Workload,
-    batch: dict[str, Tensor],
+    batch: dict[str, Any],
     device: torch.device,
     precision: str,
     kind: str,
@@ -339,9 +378,8 @@ def build_trainer(
     # TRL loads a base that is not trained in 16 bits; the adapters, and the model's rotary frequencies, stay in float32.
     frozen_in_16 = precision == "bfloat16" and device.type == "cuda" and kind == "lora"
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(
-            workload.config(), dtype=torch.bfloat16 if frozen_in_16 else torch.float32
-        )
+        auto = transformers.AutoModelForImageTextToText if workload.vision else transformers.AutoModelForCausalLM
+        model = auto.from_config(workload.config(), dtype=torch.bfloat16 if frozen_in_16 else torch.float32)
     count = batch["prompt_ids"].shape[0]
     accumulation = count // workload.micro_batch
     arguments = trl.GRPOConfig(
@@ -362,7 +400,7 @@ def build_trainer(
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["<eos>"] * workload.prompts}),
-        processing_class=tokenizer,
+        processing_class=Processor(tokenizer=tokenizer) if workload.vision else tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=LORA_LAYERS) if kind == "lora" else None,
     )
     if checkpointing:
@@ -392,7 +430,7 @@ def one_update(trainer: trl.GRPOTrainer) -> float:
     return sum(float(trainer.training_step(trainer.model, {}, None)) for _ in steps)
 
 
-def _with_old_logprobs(trainer: trl.GRPOTrainer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_old_logprobs(trainer: trl.GRPOTrainer, batch: dict[str, Any]) -> dict[str, Tensor]:
     # What TRL does there: in evaluation of gradients, in micro-batches, checkpointing off.
     from trl.models.utils import disable_gradient_checkpointing
 
@@ -403,6 +441,7 @@ def _with_old_logprobs(trainer: trl.GRPOTrainer, batch: dict[str, Tensor]) -> di
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
             batch["completion_ids"].shape[1],
             batch_size=trainer.args.per_device_train_batch_size,
+            **{name: batch[name] for name in INPUTS if name in batch},
         )
     return batch | {"old_per_token_logps": old}
 
@@ -418,7 +457,7 @@ def _start_adapters(model: torch.nn.Module) -> None:
 
 def _measure(
     workload: Workload,
-    batch: dict[str, Tensor],
+    batch: dict[str, Any],
     device: torch.device,
     precision: str,
     kind: str,
@@ -505,7 +544,7 @@ def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
     return float((difference / sum(b.double().square().sum() for b in expected)).sqrt())
 
 
-def _head_problem(trainer: trl.GRPOTrainer, batch: dict[str, Tensor], precision: str) -> Problem:
+def _head_problem(trainer: trl.GRPOTrainer, batch: dict[str, Any], precision: str) -> Problem:
     # The head's share of the first micro-batch: TRL's sees every position, fastgrpo's the scored ones.
     rows = trainer.args.per_device_train_batch_size
     weight = trainer.accelerator.unwrap_model(trainer.model).get_output_embeddings().weight.detach()

@@ -173,6 +173,29 @@ def test_gradients_of_both_are_set_beside_a_float32_run(tmp_path: Path) -> None:
     assert all(1e-4 < error < 0.05 for error in errors[2:])
 
 
+def test_pictures_are_measured_whole_and_in_parts_where_they_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "update.json"
+    assert main([*UPDATE, "--only", "vision", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["workload"], row["path"]) for row in rows] == [
+        (name, who) for name in ("quick vision", "quick vision in parts") for who in ("TRL", "fastgrpo")
+    ]
+    assert all(row["grad_difference"] < 1e-5 for row in rows)
+    assert all(row["update_mib"] < rows[0]["update_mib"] for row in rows if row["path"] == "fastgrpo")
+
+
+def test_every_row_has_the_picture_of_its_prompt() -> None:
+    workload, (left, right) = update.QUICK_VISION, update.QUICK_VISION.prompt_tokens
+    batch = update.synthetic_batch(workload, CPU)
+    tokens, patches = workload.vision.side**2 // 4, workload.vision.side**2
+    assert batch["mm_token_type_ids"].sum(1).tolist() == [tokens] * 4
+    pictures = batch["pixel_values"].reshape(workload.prompts, workload.completions, patches, -1)
+    assert torch.equal(pictures[:, 0], pictures[:, 1]) and not torch.equal(pictures[0], pictures[1])
+    assert batch["prompt_mask"].sum(1).unique().tolist() == [left, right]
+    special = batch["prompt_ids"] >= workload.vocabulary - 4
+    assert special.sum(1).tolist() == [tokens + 2] * 4 and bool((special <= batch["prompt_mask"].bool()).all())
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_training_starts_from_the_same_completions_and_metrics(tmp_path: Path) -> None:
     path = tmp_path / "train.json"
