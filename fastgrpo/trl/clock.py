@@ -21,6 +21,7 @@ class StepClock:
         reward: seconds inside timed reward functions; None if none was called.
         sync: seconds in which weights were handed to a rollout engine; None if they were not.
         tokens_padded: entries of the id tensors of the rollouts, padding included; None if there were none.
+        tokens_real: ids of their prompts and completions, what tools answered included; None if nobody saw them.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class StepClock:
         self.reward: float | None = None
         self.sync: float | None = None
         self.tokens_padded: int | None = None
+        self.tokens_real: int | None = None
 
     def phases(self, seconds: float) -> dict[str, float]:
         """
@@ -55,6 +57,10 @@ class StepClock:
         if len(known) == len(spent):
             known["update"] = seconds - sum(known.values())
         return known
+
+    def tokens(self) -> tuple[int, int | None]:
+        """Padded and real tokens of a step: none where it replays a batch; the second is None where nobody saw the ids."""
+        return (0, 0) if self.tokens_padded is None else (self.tokens_padded, self.tokens_real)
 
     def timed_reward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A reward function that does the same under the same name, with its seconds in `reward`."""
@@ -111,6 +117,8 @@ class StepClock:
             seconds = time.perf_counter() - began
             if attribute == "generation":  # which hands the weights over first
                 seconds -= (self.sync or 0.0) - synced
+                prompts, completions, *_ = result
+                self.tokens_real = (self.tokens_real or 0) + sum(map(len, prompts)) + sum(map(len, completions))
             setattr(self, attribute, (getattr(self, attribute) or 0.0) + seconds)
         else:
             ids = result["prompt_ids"].numel() + result["completion_ids"].numel()

@@ -12,7 +12,7 @@ from fastgrpo.trl.clock import StepClock
 from fastgrpo.trl.freshness import WORST, Freshness
 
 _TIMES = ("time/generation", "time/reward", "time/sync", "time/update")
-_TOKENS = "rollout/tokens_padded"
+_TOKENS = ("rollout/tokens_padded", "rollout/tokens_real")
 
 
 class StepMetrics(TrainerCallback):
@@ -52,7 +52,9 @@ class StepMetrics(TrainerCallback):
         if self._began is not None:
             for name, seconds in self._clock.phases(time.perf_counter() - self._began).items():
                 metrics[f"time/{name}"].append(seconds)
-            metrics[_TOKENS].append(float(self._clock.tokens_padded or 0))
+            for name, tokens in zip(_TOKENS, self._clock.tokens(), strict=True):
+                if tokens is not None:
+                    metrics[name].append(float(tokens))
         for name, value in self._freshness.step_ends().items():
             metrics[name] = [WORST[name]([*metrics[name], value])]
 
@@ -62,6 +64,6 @@ class StepMetrics(TrainerCallback):
 
     def withdraw(self) -> None:
         """Takes what has not been logged yet out of the trainer's metrics, and the versions off its batches."""
-        for name in (*_TIMES, _TOKENS, *WORST):
+        for name in (*_TIMES, *_TOKENS, *WORST):
             self._trainer._metrics["train"].pop(name, None)
         self._freshness.detach()

@@ -83,9 +83,9 @@ class RunLogCallback(TrainerCallback):
 
     With more, a line's values are means over the steps since the line before; the policy version is their oldest, its lag
     their worst. A step that replays a generation has no reward of its own: null there, with 0 tokens and 0 s of generation.
-    Steps after TRL's last entry are in its summary, and in a line without a loss. Times and padded tokens come from the
-    trainer's own `time/*` and `rollout/*` entries where it logs any, as a patched one does, else from `clock`; without both
-    they are null.
+    Steps after TRL's last entry are in its summary, and in a line without a loss. Times and tokens come from the trainer's own
+    `time/*` and `rollout/*` entries where it logs any, as a patched one does, else from `clock`, and real tokens from TRL's
+    count; without them they are null. They and the memory are those of the first process.
 
     Args:
         log: where the lines go.
@@ -146,17 +146,20 @@ class RunLogCallback(TrainerCallback):
         seconds = sum(self._seconds) / steps if steps else None
         self._seconds.clear()
         values = {key: logs.get(key) for key in _FROM_TRL}
-        tokens = self._tokens(logs, state, steps)
+        tokens = self._tokens(logs, args, state, steps)
         values |= tokens | self._times(logs, seconds, steps, tokens["tokens_real"] == 0) | _freshness(logs)
         values["peak_memory_gb"] = peak_memory_gb(args.device)
         self._log.step(state.global_step, seconds=seconds, steps=steps, **values)
         if self._on_step is not None:
             self._on_step({"step": state.global_step, "seconds": seconds, **values})
 
-    def _tokens(self, logs: dict[str, Any], state: TrainerState, steps: int) -> dict[str, float | None]:
+    def _tokens(
+        self, logs: dict[str, Any], args: TrainingArguments, state: TrainerState, steps: int
+    ) -> dict[str, float | None]:
         seen, self._tokens_seen = self._tokens_seen, float(state.num_input_tokens_seen)
-        real = _mean(self._tokens_seen - seen, steps)
-        padded = logs.get("rollout/tokens_padded")
+        real, padded = (logs.get(f"rollout/tokens_{name}") for name in ("real", "padded"))
+        if real is None and args.world_size == 1:  # TRL counts those of all processes
+            real = _mean(self._tokens_seen - seen, steps)
         if padded is None and self._clock is not None:
             padded = 0.0 if real == 0 else _mean(self._clock.tokens_padded, steps)
         return {"tokens_real": real, "tokens_padded": padded}

@@ -214,6 +214,7 @@ def test_weight_sync_is_not_generation():
         def _generate(self):
             self.vllm_generation.sync_weights()
             clock_face[0] += 2.0
+            return [[3, 4]], [[5, 6, 7]], None
 
         def _calculate_rewards(self):
             clock_face[0] += 1.0
@@ -229,6 +230,7 @@ def test_weight_sync_is_not_generation():
         trainer._generate()
         trainer._calculate_rewards()
     assert (clock.generation, clock.sync, clock.reward) == (2.0, 5.0, 1.0)
+    assert clock.tokens_real == 5
     assert clock.phases(10.0) == {"generation": 2.0, "sync": 5.0, "reward": 1.0, "update": 2.0}
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,6 +143,21 @@ def test_evaluation_entries_are_no_steps(tmp_path):
     for entry in ({"eval_reward": 1.0}, {"train_runtime": 2.0}, {}, None):
         callback.on_log(args, state, None, logs=entry)
     assert read_run_log(tmp_path).steps == []
+
+
+@pytest.mark.parametrize(("processes", "real"), [(1, 60.0), (2, None)])
+def test_trl_s_count_of_all_processes_stands_for_no_single_one(processes, real, tmp_path):
+    callback = RunLogCallback(RunLog(tmp_path / "log.jsonl"))
+    args = SimpleNamespace(world_size=processes, device=torch.device("cpu"))
+    state = SimpleNamespace(global_step=0, is_world_process_zero=True, num_input_tokens_seen=100)
+    callback.on_train_begin(args, state, None)
+    for _ in range(2):
+        callback.on_step_begin(args, state, None)
+        callback.on_step_end(args, state, None)
+    state.global_step, state.num_input_tokens_seen = 2, 220
+    callback.on_log(args, state, None, logs={"loss": 0.1})
+    (line,) = read_run_log(tmp_path).steps
+    assert (line["tokens_real"], line["steps"]) == (real, 2)
 
 
 def test_only_the_main_process_writes(tmp_path):

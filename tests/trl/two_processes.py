@@ -20,6 +20,7 @@ from trl import GRPOTrainer
 from twins import assert_same_metrics, assert_same_parameters, trained_parameters
 
 import fastgrpo
+from fastgrpo.runlog import read_run_logs
 
 EOS = 1
 
@@ -100,6 +101,18 @@ def tokens(trainer: GRPOTrainer) -> list[list[int]]:
     return trainer.accelerator.gather(counts[:, None].T).T.tolist()
 
 
+def assert_tokens_are_this_process_s(trainer: GRPOTrainer, folder: Path) -> None:
+    """Real and padded tokens agree, on each rank and in the first one's log, and all ranks' real ones are what TRL counts."""
+    steps = [line for line in trainer.state.log_history if "reward" in line]
+    real, padded = ([line[f"rollout/tokens_{name}"] for line in steps] for name in ("real", "padded"))
+    assert all(0 < own <= all_of_it for own, all_of_it in zip(real, padded, strict=True)), (real, padded)
+    everybody = trainer.accelerator.gather(torch.tensor([sum(real)]))
+    assert everybody.sum() == steps[-1]["num_tokens"] and len(everybody) == 2
+    if trainer.accelerator.is_main_process:
+        logged = read_run_logs(folder)[-1].steps
+        assert [(line["tokens_real"], line["tokens_padded"]) for line in logged] == list(zip(real, padded, strict=True))
+
+
 def main(folder: Path) -> None:
     for case, settings in CASES.items():
         stock, before = train(folder, False, settings)
@@ -114,6 +127,7 @@ def main(folder: Path) -> None:
         assert_same_parameters(stock, patched, before)
         lags = {line.get("rollout/policy_lag") for line in patched.state.log_history if "reward" in line}
         assert lags == ({None} if "trainer_class" in settings else {0}), lags  # an own sampler is of no known version
+        assert_tokens_are_this_process_s(patched, folder)
         for name, parameter in trained_parameters(patched).items():
             other = parameter.clone()
             dist.broadcast(other, src=0)
