@@ -20,6 +20,7 @@
 #include "cuda/pack.h"
 #include "cuda/row_args.h"
 #include "cuda/scale.h"
+#include "cuda/swiglu.h"
 
 // libtorch_cuda has it, which is there whenever a tensor is on a CUDA device; a CPU-only torch loads this library too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
@@ -560,24 +561,28 @@ void take_rows(const Tensor& values, const Tensor& rows, int64_t pattern, const 
   arrays.launch(fastgrpo_take_rows, &args);
 }
 
+RowDtype row_dtype_of(const char* op, const char* name, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return RowDtype::float32;
+    case ScalarType::BFloat16: return RowDtype::bfloat16;
+    case ScalarType::Half: return RowDtype::float16;
+    default: fail(op, ": ", name, " is ", name_of(tensor.scalar_type()), "; it must be torch.float32, torch.bfloat16 or torch.float16.");
+  }
+}
+
 void sum_rows(const Tensor& grads, const Tensor& order, const Tensor& start, const Tensor& out) {
   const Arrays arrays("sum_rows_into", "grads", grads);
   if (grads.dim() != 2 || out.dim() != 2 || grads.size(1) != out.size(1) || out.size(1) >= (int64_t{1} << 31)) {
     fail(arrays.op, ": grads has shape ", shape_of(grads), " and out ", shape_of(out), "; both must be [*, width].");
   }
-  const ScalarType type = grads.scalar_type();
-  if (type != ScalarType::Float && type != ScalarType::BFloat16 && type != ScalarType::Half) {
-    fail(arrays.op, ": grads is ", name_of(type), "; it must be torch.float32, torch.bfloat16 or torch.float16.");
-  }
   SumRowsArgs args{};
+  args.dtype = row_dtype_of(arrays.op, "grads", grads);
+  const ScalarType type = grads.scalar_type();
   args.grads = arrays.array("grads", grads, type, grads.numel());
   args.order = arrays.longs("order", order, grads.size(0));
   args.rows = out.size(0);
   args.start = arrays.longs("start", start, args.rows + 1);
   args.out = arrays.array("out", out, type, out.numel());
-  args.dtype = type == ScalarType::Float      ? RowDtype::float32
-               : type == ScalarType::BFloat16 ? RowDtype::bfloat16
-                                              : RowDtype::float16;
   args.width = static_cast<int>(out.size(1));
   arrays.launch(fastgrpo_sum_rows, &args);
 }
@@ -633,6 +638,42 @@ void rotary(const Tensor& query, const Tensor& key, const Tensor& cos, const Ten
                 static_cast<int>(key.size(1)), static_cast<int>(width), transposed);
 }
 
+// The arrays of one call of a swiglu op: as many numbers of one dtype in each.
+struct SwigluArrays {
+  const Arrays arrays;
+  const RowDtype dtype;
+  const int64_t count;
+
+  SwigluArrays(const char* op, const Tensor& gate)
+      : arrays(op, "gate", gate), dtype(row_dtype_of(op, "gate", gate)), count(gate.numel()) {
+    if (count % 8 != 0 || count / 4 >= (int64_t{1} << 31) - 256) {
+      fail(op, ": gate has shape ", shape_of(gate), "; 8 must divide the number of its elements, below 2^33 - 1024.");
+    }
+  }
+
+  void* operator()(const char* name, const Tensor& tensor) const {
+    void* at = arrays.array(name, tensor, arrays.like.scalar_type(), count);
+    if (reinterpret_cast<uintptr_t>(at) % 16 != 0) fail(arrays.op, ": ", name, " must start at a multiple of 16 bytes.");
+    return at;
+  }
+};
+
+void swiglu(const Tensor& gate, const Tensor& up, const Tensor& product) {
+  const SwigluArrays values("swiglu", gate);
+  const void *g = values("gate", gate), *u = values("up", up);
+  void* p = values("product", product);
+  values.arrays.launch(fastgrpo_swiglu, g, u, p, values.dtype, values.count);
+}
+
+void swiglu_grad(const Tensor& gate, const Tensor& up, const Tensor& grad, const Tensor& grad_gate, const Tensor& grad_up,
+                 const OptionalTensor& product) {
+  const SwigluArrays values("swiglu_grad", gate);
+  const void *g = values("gate", gate), *u = values("up", up), *d = values("grad", grad);
+  void *into_g = values("grad_gate", grad_gate), *into_u = values("grad_up", grad_up);
+  void* p = product.has_value() ? values("product", *product) : nullptr;
+  values.arrays.launch(fastgrpo_swiglu_grad, g, u, d, into_g, into_u, p, values.dtype, values.count);
+}
+
 }  // namespace
 }  // namespace fastgrpo
 
@@ -662,6 +703,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastgrpo, m) {
   m.def(
       "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, Tensor(a!) out_query, Tensor(b!) out_key, "
       "bool transposed) -> ()");
+  m.def("swiglu(Tensor gate, Tensor up, Tensor(a!) product) -> ()");
+  m.def(
+      "swiglu_grad(Tensor gate, Tensor up, Tensor grad, Tensor(a!) grad_gate, Tensor(b!) grad_up, Tensor(c!)? product) "
+      "-> ()");
   m.def("left_pack_into(Tensor mask, Tensor(a!) index, Tensor(b!) counts) -> ()");
   m.def("take_rows_into(Tensor values, Tensor rows, int pattern, Tensor(a!) out) -> ()");
   m.def("sum_rows_into(Tensor grads, Tensor order, Tensor start, Tensor(a!) out) -> ()");
@@ -692,6 +737,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastgrpo, CompositeExplicitAutograd, m) {
   m.impl("weigh_slopes", TORCH_BOX(&fastgrpo::weigh_slopes));
   m.impl("merge_attention", TORCH_BOX(&fastgrpo::merge_attention));
   m.impl("rotary", TORCH_BOX(&fastgrpo::rotary));
+  m.impl("swiglu", TORCH_BOX(&fastgrpo::swiglu));
+  m.impl("swiglu_grad", TORCH_BOX(&fastgrpo::swiglu_grad));
   m.impl("left_pack_into", TORCH_BOX(&fastgrpo::left_pack));
   m.impl("take_rows_into", TORCH_BOX(&fastgrpo::take_rows));
   m.impl("sum_rows_into", TORCH_BOX(&fastgrpo::sum_rows));

@@ -1,0 +1,34 @@
+// The gate of a transformer's MLP (SwiGLU, Shazeer 2020, eq. 6) and its gradients, for one number of each:
+//
+//   product = silu(gate) up,  silu(x) = x s(x),  s(x) = 1 / (1 + exp(-x)),  silu'(x) = s(x) + silu(x) (1 - s(x))
+#pragma once
+
+#include <cmath>
+
+#include "scalar.h"
+
+namespace fastgrpo {
+
+template <typename T>
+struct SwigluGrad {
+  T gate, up;  // what they receive
+  T product;   // once more
+};
+
+template <typename T>
+FASTGRPO_HD inline T sigmoid(T x) {
+  return T(1) / (T(1) + std::exp(-x));
+}
+
+template <typename T>
+FASTGRPO_HD inline T swiglu(T gate, T up) {
+  return gate * sigmoid(gate) * up;
+}
+
+template <typename T>
+FASTGRPO_HD inline SwigluGrad<T> swiglu_grad(T gate, T up, T grad) {
+  const T share = sigmoid(gate), silu = gate * share;
+  return {grad * up * (share + silu * (T(1) - share)), grad * silu, silu * up};
+}
+
+}  // namespace fastgrpo
