@@ -15,9 +15,19 @@ struct SwigluGrad {
   T product;   // once more
 };
 
+// On a CUDA device in two instructions and to 2 units in the last place: a division by the book takes as many as all the rest.
+FASTGRPO_HD inline float inverse(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fdividef(1.f, x);
+#else
+  return 1.f / x;
+#endif
+}
+FASTGRPO_HD inline double inverse(double x) { return 1. / x; }
+
 template <typename T>
 FASTGRPO_HD inline T sigmoid(T x) {
-  return T(1) / (T(1) + std::exp(-x));
+  return inverse(T(1) + std::exp(-x));
 }
 
 template <typename T>

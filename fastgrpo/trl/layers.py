@@ -1,4 +1,4 @@
-"""Layers of a scored model that run as one function: LoRA layers of PEFT, RMS norms and rotary embeddings of transformers.
+"""Layers of a scored model that run as one function: LoRA layers of PEFT; MLPs, RMS norms, rotary embeddings of transformers.
 
 While some trainer is patched, a dispatcher stands as `forward` of the layers' classes and of the attentions that give three of
 them one input, and in the place of the function that rotates queries and keys. It computes the fused form while `FusedLayers`
@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastgrpo.rotary import rotary
 from fastgrpo.trl.lora_layers import Adapters, Fused
+from fastgrpo.trl.mlp_layers import fused_mlp, remember_adapters
 from fastgrpo.trl.one_input import PROJECTIONS, gives_one_input, run_with_one_input
 
 
@@ -69,6 +70,9 @@ _installed: set[tuple[Any, str]] = set()
 
 def install_layers(models: Iterable[nn.Module]) -> None:
     """Puts dispatchers where these models look their layers' functions up; a second call does nothing."""
+    models = list(models)
+    for model in models:
+        remember_adapters(model)
     for kind in {type(module) for model in models for module in model.modules()}:
         own = kind.__dict__.get("forward")
         if kind is LoraLinear:
@@ -77,6 +81,8 @@ def install_layers(models: Iterable[nn.Module]) -> None:
             _install(kind, "forward", _owner_dispatcher(kind, own, PROJECTIONS))
         elif _does_as(own, _rms_norm_of_transformers):
             _install(kind, "forward", _layer_dispatcher(kind, own, _rms_norm))
+        elif _does_as(own, _gated_mlp_of_transformers):
+            _install(kind, "forward", _layer_dispatcher(kind, own, _gated_mlp))
         home = sys.modules.get(kind.__module__)
         rotate, half = (getattr(home, name, None) for name in ("apply_rotary_pos_emb", "rotate_half"))
         if _does_as(rotate, _rotary_of_transformers) and _does_as(half, _half_of_transformers):
@@ -146,15 +152,26 @@ def _layer_dispatcher(
         elif not torch.is_grad_enabled():  # no backward pass follows: generation, for example
             return original(self, *args, **kwargs)
         if fused is None:
-            # A reference is the policy without its adapters, and may come between the policy's forward and backward pass.
-            if torch.is_grad_enabled() or not getattr(self, "disable_adapters", False):
+            if not _is_of_reference(self):
                 _last.pop(self, None)
             return original(self, *args, **kwargs)
-        _last[self] = fused
+        if not _is_of_reference(self):
+            _last[self] = fused
         return fused(args[0])
 
     forward.fastgrpo_original = original
     return forward
+
+
+def _is_of_reference(layer: nn.Module) -> bool:
+    """The policy without its adapters, which may come between the policy's forward and backward pass."""
+    return not torch.is_grad_enabled() and any(
+        getattr(part, "disable_adapters", False) for part in (layer, *layer._modules.values())
+    )
+
+
+def _gated_mlp(layer: Any, x: Tensor, layers: FusedLayers) -> Fused | None:
+    return fused_mlp(layer, x, layers.adapters)
 
 
 def _lora(layer: LoraLinear, x: Tensor, layers: FusedLayers) -> Fused | None:
@@ -212,6 +229,11 @@ def _rms_norm_of_transformers(self, hidden_states):
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
     return self.weight * hidden_states.to(input_dtype)
+
+
+def _gated_mlp_of_transformers(self, x):
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj
 
 
 def _rotary_of_transformers(q, k, cos, sin, unsqueeze_dim=1):
