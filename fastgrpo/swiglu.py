@@ -29,8 +29,8 @@ def swiglu(gate: Tensor, up: Tensor, product: Tensor) -> None:
     if _has_kernels(gate):
         torch.ops.fastgrpo.swiglu.default(gate, up, product)
         return
-    g, u = _wide(gate), _wide(up)
-    product.copy_(torch.nn.functional.silu(g).mul_(u))
+    g = _wide(gate)
+    product.copy_(torch.sigmoid(g).mul_(g).mul_(_wide(up)))
 
 
 def swiglu_grad(

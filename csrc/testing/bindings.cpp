@@ -6,6 +6,7 @@
 #include "../math/objective.h"
 #include "../math/online_softmax.h"
 #include "../math/row_power.h"
+#include "../math/swiglu.h"
 
 namespace py = pybind11;
 using namespace fastgrpo;
@@ -76,6 +77,10 @@ void bind(py::module_ m) {
   m.def("sampler_ratio", py::vectorize([](T log_ratio, bool truncate, T low, T high) {
           return sampler_ratio(log_ratio, truncate ? SamplerClip::truncate : SamplerClip::mask, low, high);
         }));
+  m.def("swiglu", py::vectorize([](T gate, T up) { return swiglu(gate, up); }));
+  m.def("swiglu_grad_gate", py::vectorize([](T gate, T up, T grad) { return swiglu_grad(gate, up, grad).gate; }));
+  m.def("swiglu_grad_up", py::vectorize([](T gate, T up, T grad) { return swiglu_grad(gate, up, grad).up; }));
+  m.def("swiglu_grad_product", py::vectorize([](T gate, T up, T grad) { return swiglu_grad(gate, up, grad).product; }));
 }
 
 }  // namespace
