@@ -184,7 +184,7 @@ def require_unchanged(tensors: Sequence[Tensor], versions: Sequence[int]) -> Non
     for tensor, version in zip(tensors, versions, strict=True):
         if tensor._version != version:
             raise RuntimeError(
-                "a weight of a LoRA layer was changed between its forward and its backward pass, so there is no gradient; "
+                "a weight of a layer was changed between its forward and its backward pass, so there is no gradient; "
                 "step the optimizer, merge or load adapters after backward()"
             )
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fastgrpo.checks import refuse_second_derivatives
 from fastgrpo.chunking import MIB, TILE
-from fastgrpo.lora import Adapted, _product, _scaled_product
+from fastgrpo.lora import Adapted, _product, _scaled_product, require_unchanged
 from fastgrpo.swiglu import swiglu, swiglu_grad
 
 # Of an [n, I] block. Products of fewer rows would be slower: at I = 14336 in 16 bit these are 4096 or more.
@@ -74,7 +74,8 @@ def gated_mlp(x: Tensor, mlp: GatedMlp, trained: Sequence[Tensor | None]) -> Ten
         out = _GatedMlp.apply(x, rows, mlp, in_checkpoint, *trained)
         if in_checkpoint:
             # After what is saved has been saved: in a second forward, the checkpoint may have ended it by now.
-            _forward(rows, mlp, out.detach())
+            with torch.no_grad():
+                _forward(rows, mlp, out)
     else:
         out = _empty_output(rows, mlp)
         _forward(rows, mlp, out)
@@ -127,18 +128,15 @@ class _GatedMlp(torch.autograd.Function):
         ctx.save_for_backward(*(_Saved(rows) if x_alone else _forward(rows, mlp, out, save=True)))
         # Not saved as those: whoever hooks into saved tensors, gradient checkpointing for one, would pay for each.
         ctx.mlp, ctx.trained = mlp, trained
-        ctx.versions = _versions(mlp, trained)
+        ctx.weights = [x for x in (*(layer.weight for layer in mlp[:3]), *trained) if x is not None]
+        ctx.versions = [x._version for x in ctx.weights]
         ctx.shape, ctx.dtype = x.shape, x.dtype
         return out
 
     @staticmethod
     def backward(ctx, grad):
         refuse_second_derivatives("fastgrpo's gated MLP, there because of Options(fused_layers=True),")
-        if ctx.versions != _versions(ctx.mlp, ctx.trained):
-            raise RuntimeError(
-                "a weight of a gated MLP was changed between its forward and its backward pass, so there is no gradient; "
-                "step the optimizer, merge or load adapters after backward()"
-            )
+        require_unchanged(ctx.weights, ctx.versions)
         sums = [_Sum() if needed else None for needed in ctx.needs_input_grad[4:]]
         grad_rows = _backward(
             grad.reshape(-1, grad.shape[-1]), _Saved(*ctx.saved_tensors), ctx.mlp, sums, ctx.needs_input_grad[0]
@@ -263,7 +261,3 @@ def _blocks(count: int, weight: Tensor) -> list[slice]:
     if size < count:
         size = min(count, -(-size // TILE) * TILE)
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
-
-
-def _versions(mlp: GatedMlp, trained: Sequence[Tensor | None]) -> list[int]:
-    return [x._version for x in (*(layer.weight for layer in mlp[:3]), *trained) if x is not None]

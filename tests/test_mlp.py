@@ -34,7 +34,9 @@ class Layers:
                 continue
             down, up = torch.randn(RANK, k) / k**0.5, torch.randn(m, RANK) / RANK**0.5
             trained = [x.to(adapters or dtype).requires_grad_() for x in (down, up)]
-            self.parts.append(Adapted(weight, offset, *(x.detach().to(dtype) for x in trained), 0.7))
+            self.parts.append(
+                Adapted(weight, offset, *(x if x.dtype == dtype else x.detach().to(dtype) for x in trained), 0.7)
+            )
             self.trained += trained
         self.dtype = dtype
 

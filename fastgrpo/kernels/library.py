@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 LIBRARY_VARIABLE = "FASTGRPO_LIBRARY"
 OPS = (
     *("row_pass", "row_objective", "row_grad", "scale_round", "weigh_slopes", "merge_attention", "rotary"),
+    *("swiglu", "swiglu_grad"),
     *("compact_rows", "grpo_rows", "grpo_sums", "left_pack_into", "take_rows_into", "sum_rows_into"),
 )
 """The library's ops, `torch.ops.fastgrpo.*`; each writes into tensors it is given and returns nothing."""

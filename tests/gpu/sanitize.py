@@ -16,6 +16,7 @@ import torch
 
 from fastgrpo import Objective, left_pack, linear_grpo_loss, linear_logprob, pack, unpack
 from fastgrpo.pack_ops import sum_rows, take_rows
+from fastgrpo.swiglu import swiglu, swiglu_grad
 
 DEVICE = torch.device("cuda")
 
@@ -78,9 +79,19 @@ def packs() -> None:
                 sum_rows(taken, index, width)
 
 
+def gate() -> None:
+    """The gate of an MLP and its gradients, in place and not, a last block of threads partly idle."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for count in (8, 2056, 50_000):
+            gate, up, grad, *other = (torch.randn(count, device=DEVICE).to(dtype) for _ in range(6))
+            swiglu(gate, up, other[0])
+            swiglu_grad(gate, up, grad, *other)
+            swiglu_grad(gate, up, grad, gate, up, None)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for part in (head, loss, rows_of_16_bit, packs):
+    for part in (head, loss, rows_of_16_bit, packs, gate):
         part()
         torch.cuda.synchronize()
         print(part.__name__, "ran", flush=True)

@@ -532,6 +532,8 @@ def test_ops_pass_opcheck():
         "merge_attention": (half(4, 2, 8), torch.rand(8, device="cuda"), half(4, 2, 8), torch.rand(8, device="cuda"),
                             torch.ones(4, device="cuda").bool(), torch.rand(8, device="cuda")),
         "rotary": (half(4, 2, 16), half(4, 1, 16), half(4, 16), half(4, 16), half(4, 2, 16), half(4, 1, 16), False),
+        "swiglu": [half(4, 8) for _ in range(3)],
+        "swiglu_grad": [half(4, 8) for _ in range(6)],
         "compact_rows": (targets, 100, values[0], None, *(torch.empty_like(targets) for _ in range(2)), targets.new_empty(1)),
         "grpo_rows": (
             segments, targets, 100, None, values[0], None, 2, 1.0, 1.0, None, 0.0, 0.0, 2.0, 3.0, 3.0, 2.0,

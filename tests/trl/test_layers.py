@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 
 import fastgrpo
 from fastgrpo import Options
-from fastgrpo.trl import layers, lora_layers
+from fastgrpo.trl import layers, lora_layers, mlp_layers
 
 RUN = Options(run_log=False)
 PLAIN = Options(run_log=False, fused_layers=False)
@@ -46,6 +46,7 @@ def ran(monkeypatch) -> Counter:
 
     counted(lora_layers, "lora_linears", linears)
     counted(lora_layers, "lora_linear", one("lora_linear"))
+    counted(mlp_layers, "gated_mlp", one("gated_mlp"))
     counted(layers, "rotary", one("rotary"))
     counted(torch, "_fused_rms_norm", one("norm"))
     return counts
@@ -98,7 +99,8 @@ def test_scores_and_gradients_stay_and_every_layer_is_fused(model, checkpointing
     passes = 1 if checkpointing is None else 2
     # The last norm is not checkpointed; a second forward may stop once it has what is needed.
     norms = 0 if model == "gemma2 softcap" else (8 if model == "qwen3" else 4) * passes + 1
-    assert ran["lora_linear"] in (14 * passes, 14 * passes - 2)
+    assert ran["gated_mlp"] == (0 if model == "gemma2 softcap" else 2 * passes)
+    assert ran["lora_linear"] + 3 * ran["gated_mlp"] in (14 * passes, 14 * passes - 2)
     assert ran["together"] == 6 * passes
     assert ran["norm"] == norms
     assert ran["rotary"] == 2 * passes
@@ -176,7 +178,7 @@ def test_adapters_that_are_more_than_two_plain_matrices_run_their_own_forward(lo
             ran.clear()
             torch.manual_seed(0)
             outcomes.append(scored(trainer, grad=change is not merged))
-    assert ran["lora_linear"] == fused
+    assert ran["lora_linear"] + 3 * ran["gated_mlp"] == fused
     compare([*outcomes[1], torch.ones(1)], [*outcomes[0], torch.ones(1)])
 
 
@@ -212,7 +214,7 @@ def test_a_reference_pass_between_a_forward_and_its_backward(reentrant, tmp_path
     with fastgrpo.patch(trainer, RUN):
         ran.clear()
         compare(gradients(True), gradients(False), 1e-6)
-    assert ran["lora_linear"] >= 48
+    assert ran["lora_linear"] + 3 * ran["gated_mlp"] >= 48
 
 
 def test_nothing_but_scoring_is_fused(tmp_path, ran):
@@ -337,8 +339,8 @@ def test_lora_layers_are_products_and_no_cast(tmp_path):
     # W and B of seven layers, and one A for those of queries, keys and values.
     assert layer["mm"] + layer["addmm"] + layer["addmm_"] == 7 + 7 + 5
     assert layer["cat"] == layer["neg"] == 0
-    # Of the norms, which are one op on CUDA only, and of the attention, which is flash's there.
-    assert layer["_to_copy"] == 8
+    # Of the norms and the gate, which are one op on CUDA only, and of the attention, which is flash's there.
+    assert layer["_to_copy"] == 10
 
 
 def test_layers_that_would_change_results_are_found_when_patching(tmp_path, ran, monkeypatch, caplog):
