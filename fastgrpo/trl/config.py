@@ -42,7 +42,8 @@ class Options:
         share_prefix: with `"varlen"`, a prompt that several completions continue is computed once.
         skip_zero_advantage: rows with an advantage of 0, or with nothing in their loss mask, stay out of the gradient
             forward. Loss and gradients stay the same; `entropy` and `sampling/*`, metrics, become means over the other rows.
-        fused_layers: LoRA layers, RMS norms and rotary embeddings run as one function each while log-probs are computed.
+        fused_layers: LoRA layers, gated MLPs, RMS norms and rotary embeddings run as one function each while log-probs are
+            computed.
         offload_activations: inputs of layers, and whatever else is kept for the backward pass, wait for it in pinned host
             memory; mini-batches are kept there too instead of computed again. Needs gradient checkpointing. On a CPU
             nothing changes.

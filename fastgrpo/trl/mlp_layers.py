@@ -8,22 +8,19 @@ bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
-import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
-from fastgrpo.lora import Adapted
 from fastgrpo.mlp import Frozen, GatedMlp, gated_mlp
-from fastgrpo.trl.plain_layers import compute_dtype, is_plain_linear, plain_lora, runs_only_its_forward
+from fastgrpo.trl.lora_layers import Adapters, Fused
+from fastgrpo.trl.plain_layers import PlainLora, compute_dtype, is_plain_linear, plain_lora, runs_only_its_forward
 
 _SILU = (nn.SiLU, ACT2CLS["silu"])
 _beside_adapters: WeakSet[nn.Module] = WeakSet()
-Copied = Callable[[nn.Module, tuple[Tensor, Tensor], torch.dtype], tuple[Tensor, Tensor]]
 
 
 def remember_adapters(model: nn.Module) -> None:
@@ -33,57 +30,47 @@ def remember_adapters(model: nn.Module) -> None:
         _beside_adapters.update(module for module in modules if hasattr(module, "act_fn"))
 
 
-def fused_mlp(layer: Any, x: Tensor, copied: Copied) -> Callable[[Tensor], Tensor] | None:
+def fused_mlp(layer: Any, x: Tensor, adapters: Adapters) -> Fused | None:
     """
     What computes the output of an MLP with the forward of Llama's.
 
     Args:
         layer: the MLP.
         x: its input.
-        copied: A and B of a LoRA layer in a dtype.
+        adapters: of the trainer.
 
     Returns:
         None where the MLP is not made of plain layers only, or its forward would mix dtypes.
     """
     if layer not in _beside_adapters or type(layer.act_fn) not in _SILU or not runs_only_its_forward(layer.act_fn):
         return None
-    found = [_matrices(linear) for linear in (layer.gate_proj, layer.up_proj, layer.down_proj)]
-    if None in found or nn.modules.module._has_any_global_hook():
+    linears = layer.gate_proj, layer.up_proj, layer.down_proj
+    plain = [_plain(linear) for linear in linears]
+    if None in plain or nn.modules.module._has_any_global_hook():
         return None
-    trained = [part for linear in found for part in linear.adapter or (None, None)]
-    dtype = compute_dtype(x, *(linear.weight for linear in found), *(part for part in trained if part is not None))
+    adapted = [one for one in plain if isinstance(one, PlainLora)]
+    dtype = compute_dtype(x, *(one.weight for one in plain), *(part for one in adapted for part in (one.down, one.up)))
     if dtype is None:
         return None
-    mlp = GatedMlp(*(linear.in_dtype(dtype, copied) for linear in found), dtype)
+    parts, trained = [], []
+    for linear, one in zip(linears, plain, strict=True):
+        if isinstance(one, Frozen):
+            parts.append(one)
+            trained += [None, None]
+        else:
+            copy = adapters.copied(linear, (one,), dtype)
+            parts += copy.shared.layers
+            trained += copy.trained
+    mlp = GatedMlp(*parts, dtype)
     return lambda x: gated_mlp(x, mlp, trained)
 
 
-class _Matrices(NamedTuple):
-    """Of a linear layer, and of its adapter unless that is disabled."""
-
-    layer: nn.Module
-    weight: Tensor
-    bias: Tensor | None
-    adapter: tuple[Tensor, Tensor] | None
-    scale: float
-
-    def in_dtype(self, dtype: torch.dtype, copied: Copied) -> Adapted | Frozen:
-        if self.adapter is None:
-            return Frozen(self.weight, self.bias)
-        return Adapted(self.weight, self.bias, *copied(self.layer, self.adapter, dtype), self.scale)
-
-
-def _matrices(layer: nn.Module) -> _Matrices | None:
-    """None where the layer is more than they are, or the frozen ones train."""
+def _plain(layer: nn.Module) -> PlainLora | Frozen | None:
+    """None where the layer is more than its matrices, or the frozen ones train."""
     if type(layer) is LoraLinear:
-        lora = plain_lora(layer) if runs_only_its_forward(layer) else None
-        if lora is None:
-            return None
-        weight, bias, down, up, scale = lora
-        return _Matrices(layer, weight, bias, None if layer.disable_adapters else (down, up), scale)
+        found = plain_lora(layer) if runs_only_its_forward(layer) else None
+        return Frozen(found.weight, found.bias) if found is not None and layer.disable_adapters else found
     if not is_plain_linear(layer):
         return None
     weight, bias = layer.weight, layer.bias
-    if weight.requires_grad or (bias is not None and bias.requires_grad):
-        return None
-    return _Matrices(layer, weight, bias, None, 1.0)
+    return None if weight.requires_grad or (bias is not None and bias.requires_grad) else Frozen(weight, bias)

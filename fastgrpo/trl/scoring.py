@@ -57,7 +57,7 @@ class ScoringMethod(Standing):
         share_prefix: with `"varlen"`, compute a prompt once for its completions.
         explicit_positions: pass `position_ids`, for models that take them.
         limits: what may be alive at once.
-        fuse: run LoRA layers, norms and rotary embeddings as one function each.
+        fuse: run LoRA layers, MLPs, norms and rotary embeddings as one function each.
     """
 
     replaces = SCORING_METHOD

@@ -49,7 +49,7 @@ class PlanSettings:
         checkpointing: gradient checkpointing.
         offload_activations: inputs of layers in host memory (`Options.offload_activations`); needs checkpointing.
         share_prefix: a group's prompt computed once in the update, fastgrpo's default where it is right for the model.
-        fused_layers: LoRA layers, norms and rotary embeddings as one function each in the update, fastgrpo's default.
+        fused_layers: LoRA layers, MLPs, norms and rotary embeddings as one function each in the update, fastgrpo's default.
         head: "fastgrpo" = logits in chunks; "full" = all logits of the micro-batch at once, counted once.
         chunk_bytes: of fastgrpo's head; None = 512 MiB.
         rollout: "transformers" in this process, "vllm" in this process (colocate), or a "server" elsewhere.

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama import modeling_llama
 
+from fastgrpo import mlp
 from fastgrpo.lora import Adapted, lora_linear
 from fastgrpo.tools.plan.shape import build, decoder_layers
 from fastgrpo.tools.plan.trace import _make_fake, _run, trace
@@ -30,8 +31,8 @@ def config(layers: int = 5) -> LlamaConfig:
 def followed(model, **options):
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     settings = {"dtype": torch.float32, "autocast": False, "checkpointing": False, "continued": 0}
-    settings |= {"fused_layers": False, **options}
-    return trace(model, decoder_layers(base), rows=ROWS, length=LENGTH, hidden=64, **settings)
+    settings |= {"fused_layers": False, "rows": ROWS, "length": LENGTH, **options}
+    return trace(model, decoder_layers(base), hidden=64, **settings)
 
 
 @pytest.mark.parametrize("rank", [None, 4])
@@ -115,3 +116,29 @@ def test_fused_layers_keep_less_and_leave_nothing_behind(checkpointing):
     x = torch.randn(3, 4, requires_grad=True)
     layer = Adapted(torch.randn(5, 4), None, torch.randn(2, 4), torch.randn(5, 2), 1.0)
     assert lora_linear(x, layer, layer.down, layer.up).isfinite().all()  # no fake tensor was kept for it
+
+
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_of_an_mlp_at_most_three_blocks_are_at_work_beside_what_is_kept(blocks, monkeypatch):
+    """In units of a matrix between the layers of an MLP so wide that nothing else counts."""
+    wide = config(3)
+    wide.intermediate_size, rows = 8192, 2 * 1024
+    monkeypatch.setattr(mlp, "_BLOCK_BYTES", rows // blocks * wide.intermediate_size * 2)
+    found = {
+        (checkpointing, fused_layers): followed(
+            build(wide, "bfloat16", 4, "all-linear"),
+            rows=2,
+            length=1024,
+            dtype=torch.bfloat16,
+            autocast=True,
+            checkpointing=checkpointing,
+            fused_layers=fused_layers,
+        )
+        for checkpointing in (False, True)
+        for fused_layers in (False, True)
+    }
+    matrix = rows * wide.intermediate_size * 2
+    assert found[True, False].working > 7 * matrix
+    assert found[True, True].working == pytest.approx((3 / blocks + 0.08) * matrix, rel=0.03)
+    assert found[False, False].a_layer > 4 * matrix
+    assert found[False, True].a_layer == pytest.approx(2.06 * matrix, rel=0.01)
