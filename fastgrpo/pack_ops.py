@@ -113,7 +113,7 @@ def left_pack_index_op(mask: Tensor) -> tuple[Tensor, Tensor]:
         how many are real.
     """
     if _has_kernels(mask):
-        index, counts = torch.empty_like(mask, dtype=torch.int64), mask.new_empty(mask.shape[0], dtype=torch.int64)
+        index, counts = (mask.new_empty(shape, dtype=torch.int64) for shape in (mask.shape, mask.shape[:1]))
         torch.ops.fastgrpo.left_pack_into(mask.contiguous(), index, counts)
         return index, counts
     real = mask.bool()

@@ -5,7 +5,8 @@
 //   load     shared memory -> registers, kVectors 16-byte vectors a thread; from here on the next fetch may overwrite it
 //   reduce   thread -> warp -> block -> every block of the cluster: each stores its partial into the shared memory of all
 //            and waits for theirs on a barrier of its own. (A barrier of the cluster would order global memory too, and wait
-//            for the gradients of the row before.) Each block then finishes the row by itself
+//            for the gradients of the row before.) Each block then finishes the row by itself. None is gone while another
+//            stores into it: what it waits for last are those stores. tests/csrc/test_cluster_exchange.py tries every order
 //   store    16-bit gradients from the same registers. A block's partial says that its slice is loaded, so gradients may lie
 //            over the row: d logprob over its first half, d entropy over its second
 // Bytes: 4 + 2 a logit, 4 + 4 with both gradients. Registers: 4 kVectors of logits of 64 (two blocks a multiprocessor);

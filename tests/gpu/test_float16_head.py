@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -240,6 +241,23 @@ def test_three_runs_give_the_same_bits():
         results.append((loss, hidden.grad, weight.grad, bias.grad))
     for again in results[1:]:
         assert all(map(torch.equal, again, results[0]))
+
+
+def test_the_host_waits_for_the_rows_that_count_and_once_a_batch():
+    *values, targets = head(FP16)
+    hidden, weight, bias = leaves(values, FP16)
+    chunk = (1 << 20) // (4 * WORDS)
+    batches = -(-COUNT // cuda.rows_a_batch(chunk))
+    linear_logprob(hidden, weight, targets, bias).logprobs.sum().backward()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            linear_logprob(hidden, weight, targets, bias, chunk_bytes=1 << 20).logprobs.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    syncs = [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+    assert batches > 1 and len(syncs) == 2 + batches, syncs
 
 
 def trained(one_pass: bool, init_scale: float | None) -> tuple[list[Tensor], int]:

@@ -50,6 +50,13 @@ def test_left_packing_equals_the_cpu_s(shape, dtype):
     assert torch.equal(found.restore(values.cuda(), fill=-3.0).cpu(), wanted.restore(values, fill=-3.0))
 
 
+def test_left_packing_takes_a_transposed_mask():
+    mask, ids = (torch.rand(9, 4) > 0.5).t(), torch.randint(0, 99, (4, 9))
+    wanted, found = left_pack(ids, mask), left_pack(ids.cuda(), mask.cuda())
+    assert not mask.cuda().is_contiguous()
+    assert torch.equal(found.input_ids.cpu(), wanted.input_ids) and torch.equal(found.index.cpu(), wanted.index)
+
+
 def test_left_packing_of_all_padding_and_of_nothing():
     packed = left_pack(torch.ones(2, 5, dtype=torch.long, device="cuda"), torch.zeros(2, 5, device="cuda").bool())
     assert packed.input_ids.shape == (2, 1)
