@@ -24,9 +24,10 @@ namespace fastgrpo {
 constexpr int kLanes = 32;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLog2 = 0.6931471805599453f;
-// exp() of these is 0, and their product with 0 is 0, which -inf's is not. The second stands in for logits of -inf.
+// exp() of these is 0, and their product with 0 is 0, which -inf's is not. The second stands in for logits of -inf; its square, and
+// its product with a slope of 10^23, are finite.
 constexpr float kExpIsZero = -1.0e5f;
-constexpr float kNoLogit = -1.0e30f;
+constexpr float kNoLogit = -1.0e15f;
 
 using Partial = SoftmaxPartial<float>;
 
