@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fastgrpo.tools.wording import ToolError, named
+from fastgrpo.tools.wording import ToolError, named, reason
 
 Status = Literal["ok", "hint", "wrong", "skipped"]
 
@@ -77,40 +76,24 @@ def read_settings(path: Path) -> dict[str, Any]:
     A configuration file as `trl grpo --config` takes it, YAML or JSON.
 
     Raises:
-        ValueError: no such file, or no mapping in it.
+        ToolError: no such file, or no mapping in it.
     """
     import yaml
 
+    lines = "write NAME: VALUE, one a line, as for `trl grpo --config`"
     try:
-        settings = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read as YAML or JSON: {str(error).splitlines()[0]}.") from error
+        settings = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ToolError(f"{path} cannot be read: {error.strerror}", "correct the path") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ToolError(f"{path} is neither YAML nor JSON: {reason(error)}", lines) from error
     if settings is None:
-        raise ValueError(f"{path} is empty; give a file of names and values, or leave --config out.")
+        raise ToolError(f"{path} is empty", f"{lines}, or leave --config out")
     if not isinstance(settings, dict):
-        raise ValueError(f"{path} holds a {type(settings).__name__}; give a file of names and values.")
+        raise ToolError(f"{path} holds a {type(settings).__name__}, no names and values", lines)
     odd = next((name for name in settings if not isinstance(name, str)), None)
     if odd is not None:
-        raise ValueError(f"{path} names a setting {odd!r}, which is no text; write NAME: VALUE.")
+        raise ToolError(f"{path} names a setting {odd!r}, which is no text", lines)
     if not isinstance(settings.get("env", {}), dict):
-        raise ValueError(f"{path}: env is {settings['env']!r}; give a mapping of variables to values.")
+        raise ToolError(f"{path}: env is {settings['env']!r}", "give a mapping of variables to values")
     return settings
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """
-    Rows of a dataset: one JSON object a line (.jsonl), or one prompt a line.
-
-    Raises:
-        ValueError: no such file, no row, or a row without a prompt.
-    """
-    try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-        rows = [json.loads(line) if path.suffix == ".jsonl" else {"prompt": line} for line in lines]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}.") from error
-    if not rows or not all(isinstance(row, dict) and row.get("prompt") for row in rows):
-        raise ValueError(
-            f"{path} has a row without a prompt; give one JSON object with a `prompt` a line, or plain lines."
-        )
-    return rows

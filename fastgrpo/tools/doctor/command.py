@@ -72,13 +72,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs `fastgrpo doctor`."""
-    from fastgrpo.tools.doctor.case import read_rows
+    from fastgrpo.tools.rows import read_rows
+    from fastgrpo.tools.wording import ToolError
 
     try:
         settings = _settings(arguments)
         rows = read_rows(arguments.prompts) if arguments.prompts else []
-    except ValueError as error:
-        print(f"fastgrpo doctor: {error}", file=sys.stderr)
+    except ToolError as error:
+        print(f"fastgrpo doctor: {error}\n  -> {error.remedy}", file=sys.stderr)
         return USAGE
     errors = console(stderr=True)
     with errors.status("importing torch, transformers and TRL"):

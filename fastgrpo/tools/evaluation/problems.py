@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.tools.doctor.case import read_rows
 from fastgrpo.tools.doctor.rewards import TRUTHS, is_number, short
 from fastgrpo.tools.reward_functions import RewardError, call
+from fastgrpo.tools.rows import read_rows
 from fastgrpo.tools.wording import ToolError
 
 MATCHES = ("number", "exact", "contains")
@@ -47,19 +47,10 @@ def read_problems(path: Path, limit: int | None = None) -> list[Problem]:
         limit: use the first so many.
 
     Raises:
-        ValueError: no such file, no row, a row without a prompt, or a prompt that is neither text nor conversation.
+        ToolError: no such file, no row, or a row without a prompt.
     """
     rows = read_rows(path)[:limit]
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row["prompt"], str) and not _is_conversation(row["prompt"]):
-            raise ValueError(
-                f"{path}, row {number}: its prompt is neither a text nor a list of messages with `role` and `content`."
-            )
     return [Problem(row["prompt"], {name: value for name, value in row.items() if name != "prompt"}) for row in rows]
-
-
-def _is_conversation(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt)
 
 
 def matcher(match: str | None, problems: Sequence[Problem]) -> Callable[[Problem, str], bool]:
@@ -72,13 +63,13 @@ def matcher(match: str | None, problems: Sequence[Problem]) -> Callable[[Problem
         problems: all of them.
 
     Raises:
-        ValueError: a problem without an answer.
+        ToolError: a problem without an answer.
     """
     missing = [number for number, problem in enumerate(problems, 1) if problem.answer is None]
     if missing:
-        raise ValueError(
-            f"row {missing[0]} has no right answer; give rows with one of the columns {', '.join(TRUTHS)}, or a --reward "
-            "function."
+        raise ToolError(
+            f"row {missing[0]} has no right answer",
+            f"give rows with one of the columns {', '.join(TRUTHS)}, or a --reward",
         )
     if match is None:
         match = "number" if all(last_number(problem.answer or "") is not None for problem in problems) else "exact"

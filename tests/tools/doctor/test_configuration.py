@@ -120,10 +120,10 @@ def test_what_works_and_is_hardly_meant_is_hinted_at(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "status", "said"),
     [
-        ("env: 3\n", 2, "env is 3; give a mapping"),
+        ("env: 3\n", 2, "env is 3\n  -> give a mapping"),
         ("7: x\n", 2, "a setting 7, which is no text"),
         ("- 1\n", 2, "holds a list"),
-        ("a: [\n", 2, "cannot be read as YAML or JSON"),
+        ("a: [\n", 2, "is neither YAML nor JSON"),
         ("", 2, "is empty"),
         ("use_vllm: 'no'\nmax_steps: '400'\nbf16: false\n", 0, "3 settings"),
     ],

@@ -211,9 +211,9 @@ def test_before_and_after_are_in_the_log_and_in_the_report(model, problems, tmp_
         (["--problems", "{tmp}/none.jsonl"], "cannot be read"),
         (
             ["--problems", "{tmp}/no-answers.jsonl"],
-            "row 1 has no right answer; give rows with one of the columns answer",
+            "row 1 has no right answer\n  -> give rows with one of the columns answer",
         ),
-        (["--problems", "{tmp}/odd.jsonl"], "row 1: its prompt is neither a text nor a list of messages"),
+        (["--problems", "{tmp}/odd.jsonl"], "line 1: its prompt is neither a text nor a list of messages"),
     ],
 )
 def test_wrong_input_is_said_before_any_answer(options, message, model, problems, tmp_path, capsys):
