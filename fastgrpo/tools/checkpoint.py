@@ -75,7 +75,11 @@ def read_model_config(folder: Path) -> PretrainedConfig:
         base = _json(folder / ADAPTER).get("base_model_name_or_path")
         raise ToolError(f"{folder} holds an adapter and no model", f"give the folder of its base, {base}")
     if not file.exists():
-        raise ToolError(f"{folder} has no config.json", "give the folder of a model as save_pretrained writes it")
+        gguf = sorted(file.name for file in folder.glob("*.gguf"))
+        raise ToolError(
+            f"{folder} has no config.json{f'; it has {_some(gguf)}' if gguf else ''}",
+            "give the folder of a model as save_pretrained writes it",
+        )
     written = _json(file)
     _check_sizes(file, written)
     try:
@@ -262,8 +266,8 @@ def load_model(source: str, dtype: torch.dtype | str, **gguf: str) -> PreTrained
         )
     except Exception as error:  # what a folder that is no model raises is as varied as such folders
         raise ToolError(
-            f"{source} cannot be loaded as a language model: {_other_code(error) or reason(error)}",
-            "give a folder with config.json, weights and tokenizer, as save_pretrained writes it",
+            f"{_subject(source, gguf)} cannot be loaded as a language model: {_other_code(error) or reason(error)}",
+            "give a folder as save_pretrained writes it, or a whole .gguf file",
         ) from error
     _check_info(source, info)
     return model
@@ -287,11 +291,19 @@ def load_tokenizer(source: str, **gguf: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False, **gguf)
     except Exception as error:  # as varied as above
-        text = without if bare else f"the tokenizer of {source} cannot be loaded: {_other_code(error) or reason(error)}"
+        text = (
+            without
+            if bare
+            else f"the tokenizer of {_subject(source, gguf)} cannot be loaded: {_other_code(error) or reason(error)}"
+        )
         raise ToolError(text, save) from error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ToolError(without if bare else f"the tokenizer of {source} knows no word at all", save)
+        raise ToolError(without if bare else f"the tokenizer of {_subject(source, gguf)} knows no word at all", save)
     return tokenizer
+
+
+def _subject(source: str, gguf: dict[str, str]) -> str:
+    return str(Path(source, *gguf.values()))
 
 
 def _other_code(error: Exception) -> str:

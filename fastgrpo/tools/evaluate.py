@@ -113,7 +113,10 @@ def evaluate_pass_at_1(
         raise ValueError(f"samples is {samples}, and greedy answers are all the same; give a temperature.")
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad is None:
-        raise ValueError("the tokenizer has neither a pad nor an end-of-sequence token; set tokenizer.pad_token.")
+        raise ToolError(
+            "the tokenizer has neither a pad nor an end-of-sequence token",
+            "set tokenizer.pad_token, and save it beside the model",
+        )
     embeddings = model.get_input_embeddings()
     prompts = tokenised(tokenizer, [problem.prompt for problem in problems], len(embeddings.weight))
 
@@ -158,7 +161,10 @@ def tokenised(
         except ToolError:
             raise
         except Exception as error:  # a template raises what it likes
-            raise ToolError(f"prompt {number} cannot be tokenised: {reason(error)}", "correct it") from error
+            raise ToolError(
+                f"prompt {number} cannot be tokenised: {reason(error)}",
+                "correct the prompt, or the tokenizer's chat template",
+            ) from error
         if not ids:
             raise ToolError(f"prompt {number} is empty: there is nothing to continue", "give it a text, or drop it")
         if vocabulary is not None and max(ids) >= vocabulary:

@@ -24,6 +24,7 @@ from fastgrpo.tools.wording import ToolError, named, place, reason
 
 OF_THE_TRAINER = ("trainer_state", "log_extra", "log_metric")
 """What TRL passes to every reward function beside `prompts`, `completions`, `completion_ids` and the dataset's columns."""
+_SURVIVE = "make it survive any completion"
 _OWN_FILES: dict[Path, ModuleType] = {}
 
 
@@ -44,12 +45,13 @@ class Conduct:
 
 
 @contextmanager
-def contained(subject: str) -> Iterator[Conduct]:
+def contained(subject: str, remedy: str = _SURVIVE) -> Iterator[Conduct]:
     """
     Runs a user's code: the working directory stays, and its errors have a name.
 
     Args:
         subject: who acts, for the error's text.
+        remedy: of an error that says nothing about one itself.
 
     Raises:
         RewardError: for everything that the code raises, SystemExit and a KeyboardInterrupt that nobody typed included.
@@ -57,14 +59,14 @@ def contained(subject: str) -> Iterator[Conduct]:
     conduct, here = Conduct(), os.getcwd()
     pressed: list[int] = []
     try:
-        with _noticing_ctrl_c(pressed), _named(subject, pressed):
+        with _noticing_ctrl_c(pressed), _named(subject, remedy, pressed):
             yield conduct
     finally:
         conduct.moved_to = _back_to(here)
 
 
 @contextmanager
-def _named(subject: str, pressed: Sequence[int] = ()) -> Iterator[None]:
+def _named(subject: str, remedy: str = _SURVIVE, pressed: Sequence[int] = ()) -> Iterator[None]:
     try:
         yield
     except RewardError:
@@ -79,7 +81,7 @@ def _named(subject: str, pressed: Sequence[int] = ()) -> Iterator[None]:
             raise
         raise RewardError(f"{subject} raises KeyboardInterrupt{place(error)}", "return None instead") from error
     except Exception as error:  # a user's code raises what it likes
-        raise RewardError(f"{subject} raises {named(error)}{place(error)}", _remedy(error)) from error
+        raise RewardError(f"{subject} raises {named(error)}{place(error)}", _remedy(error) or remedy) from error
 
 
 @contextmanager
@@ -118,7 +120,7 @@ def _remedy(error: Exception) -> str:
         return "correct the import"
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
         return f"give rows with a column {error.args[0]} (a .jsonl file), if that is one, or make it survive without"
-    return "make it survive any completion"
+    return ""
 
 
 def load_function(spec: str) -> Callable[..., Any]:
@@ -130,7 +132,8 @@ def load_function(spec: str) -> Callable[..., Any]:
     """
     module_name, _, name = spec.rpartition(":")
     if not module_name or not name:
-        raise RewardError(f"{spec!r} names no function", "give MODULE:NAME or FILE.py:NAME")
+        example = ":".join(spec.rsplit(".", 1)) if "." in spec and not spec.endswith(".py") else "my_rewards.py:exact"
+        raise RewardError(f"{spec!r} names no function", f"give MODULE:NAME or FILE.py:NAME, for example {example}")
     module = _import_file(module_name) if module_name.endswith(".py") else _import_module(module_name)
     function = getattr(module, name, None)
     if function is None:
@@ -220,7 +223,8 @@ def call(
     """
     given = {**arguments, **_of_no_trainer()}
     _check_signature(spec, function, given)
-    with contained(spec) as observed:
+    form = "a text" if isinstance(arguments["completions"][0], str) else "a list of messages"
+    with contained(spec, f"{_SURVIVE}; here each is {form}, as the prompts are") as observed:
         result = function(**given)
         if inspect.isawaitable(result):
             if not _is_async(function):

@@ -41,6 +41,14 @@ def named(error: BaseException) -> str:
     return name if text == name else f"{name}: {text}"
 
 
+def origin(error: BaseException) -> str:
+    """` (in PACKAGE/FILE.py, line N)` of the frame that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    return f" (in {'/'.join(Path(frames[-1].filename).parts[-2:])}, line {frames[-1].lineno})"
+
+
 def place(error: BaseException) -> str:
     """` (FILE, line N)` of the innermost frame that is neither Python's, a package's nor ours; empty where there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

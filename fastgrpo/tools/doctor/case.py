@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fastgrpo.tools.wording import ToolError, named, reason
+from fastgrpo.tools.wording import ToolError, named, origin, reason
 
 Status = Literal["ok", "hint", "wrong", "skipped"]
 
@@ -68,7 +68,7 @@ def fault(layer: str, error: Exception) -> Line:
     """The line of a layer that raised: this program's own words, or those of the library that gave up."""
     if isinstance(error, ToolError):
         return Line(layer, "wrong", str(error), error.remedy)
-    return Line(layer, "wrong", named(error), "training would stop here too: correct what it names")
+    return Line(layer, "wrong", named(error) + origin(error), "training would stop here too: correct what it names")
 
 
 def read_settings(path: Path) -> dict[str, Any]:

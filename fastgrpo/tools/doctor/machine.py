@@ -48,7 +48,11 @@ def check_device(case: Case) -> Iterator[Line]:
         )
         return
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    name = accelerator.type if accelerator else f"cpu, {torch.get_num_threads()} threads"
+    name = (
+        accelerator.type
+        if accelerator
+        else f"cpu, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
+    )
     yield Line("device", "ok", f"{name}, float32")
 
 

@@ -91,17 +91,15 @@ def check_tokenizer(
     Raises:
         ToolError: prompts that do not become tokens of the model.
     """
-    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None:
+        bare = tokenizer.pad_token_id is None
         yield Line(
             "tokenizer",
             "wrong",
-            "it has neither a pad token nor an end-of-sequence token, so rows cannot be padded",
-            "set tokenizer.pad_token and tokenizer.eos_token, and save it beside the model",
+            f"it has no end-of-sequence token, which TRL ends completions with{', and none to pad with' if bare else ''}",
+            f"set tokenizer.eos_token{' and tokenizer.pad_token' if bare else ''}, and save it beside the model",
         )
         return
-    if tokenizer.eos_token_id is None:
-        text = "there is no end-of-sequence token: every completion runs to max_completion_length"
-        yield Line("tokenizer", "hint", text, "set tokenizer.eos_token, and save it beside the model")
     if tokenizer.pad_token_id is None:
         text = f"there is no pad token; TRL pads with the end token {tokenizer.eos_token!r}"
         yield Line("tokenizer", "hint", text, "set tokenizer.pad_token where another token is meant")

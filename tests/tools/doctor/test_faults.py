@@ -153,7 +153,11 @@ def test_a_missing_pad_token():
     assert lines[0].status == "hint" and "no pad token; TRL pads with the end token '<eos>'" in lines[0].text
     tokenizer.eos_token = None
     line = only(check_tokenizer(Case(), tokenizer, context=32))
-    assert line.status == "wrong" and "set tokenizer.pad_token" in line.remedy
+    assert line.status == "wrong" and "none to pad with" in line.text and "tokenizer.pad_token" in line.remedy
+    tokenizer = toy_tokenizer()
+    tokenizer.eos_token = None
+    line = only(check_tokenizer(Case(), tokenizer, context=32))
+    assert line.status == "wrong" and "no end-of-sequence token" in line.text and "pad" not in line.text
 
 
 async def delayed(completions):
