@@ -68,7 +68,24 @@ def fault(layer: str, error: Exception) -> Line:
     """The line of a layer that raised: this program's own words, or those of the library that gave up."""
     if isinstance(error, ToolError):
         return Line(layer, "wrong", str(error), error.remedy)
-    return Line(layer, "wrong", named(error) + origin(error), "training would stop here too: correct what it names")
+    return Line(layer, "wrong", named(error) + origin(error), _remedy(error))
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return "install what it names, or choose a setting that does without"
+    if "out of memory" in str(error):
+        return "`fastgrpo plan` says what takes the memory, and which setting frees most"
+    if "probability tensor contains" in str(error):
+        return "the weights are not finite any more: is learning_rate too high?"
+    return "training would stop here too: correct what it names"
+
+
+def rewards_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """`MODULE:NAME` of the `reward_funcs` of a configuration: names of TRL's own, or dotted paths."""
+    names = settings.get("reward_funcs") or []
+    names = [names] if isinstance(names, str) else names if isinstance(names, list) else []
+    return tuple(":".join(str(name).rsplit(".", 1)) if "." in str(name) else f"trl.rewards:{name}" for name in names)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

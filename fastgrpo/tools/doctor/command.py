@@ -46,7 +46,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--model", type=Path, metavar="PATH", help="local folder of the policy")
     parser.add_argument(
-        "--rewards", action="append", default=[], metavar="MODULE:NAME", help="a reward function; may be given again"
+        "--rewards",
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="a reward function, or FILE.py:NAME; may be given again (default: the configuration's)",
     )
     parser.add_argument("--config", type=Path, metavar="PATH", help="YAML or JSON, as `trl grpo --config` takes it")
     parser.add_argument(
@@ -58,7 +62,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--server", metavar="URL", help="address of a rollout server")
     parser.add_argument("--lora-rank", type=positive, metavar="N", help="rank of the adapter, over the configuration's")
     parser.add_argument(
-        "--lora-targets", metavar="TARGETS", help="layers with an adapter: all-linear, or names with commas"
+        "--lora-targets",
+        type=_targets,
+        metavar="TARGETS",
+        help="layers with an adapter: all-linear, or names with commas",
     )
     parser.add_argument(
         "--smoke",
@@ -84,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     errors = console(stderr=True)
     with errors.status("importing torch, transformers and TRL"):
         from fastgrpo.rollout.vllm import VLLMVersionError
-        from fastgrpo.tools.doctor.case import Case, Line
+        from fastgrpo.tools.doctor.case import Case, Line, rewards_of
 
         try:
             from fastgrpo.tools.doctor.layers import examine, layers
@@ -92,7 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
             lines = iter((Line("versions", "wrong", str(error), "install that, or remove vLLM"),))
         else:
             model = arguments.model or settings.get("model_name_or_path")
-            case = Case(Path(str(model)) if model else None, tuple(arguments.rewards), rows, settings, arguments.server)
+            rewards = tuple(arguments.rewards) or rewards_of(settings)
+            case = Case(Path(str(model)) if model else None, rewards, rows, settings, arguments.server)
             lines = examine(case, layers(not arguments.no_step, arguments.smoke), errors.status)
     to = None if arguments.json else console()
     found = []
@@ -116,9 +124,15 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
         settings |= {"lora_r": arguments.lora_rank, "use_peft": True}
         settings.setdefault("lora_target_modules", "all-linear")
     if arguments.lora_targets:
-        targets = [part.strip() for part in arguments.lora_targets.split(",")]
-        settings |= {"lora_target_modules": targets if len(targets) > 1 else targets[0], "use_peft": True}
+        settings |= {"lora_target_modules": arguments.lora_targets, "use_peft": True}
     return settings
+
+
+def _targets(text: str) -> str | list[str]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names no layer; give all-linear, or names with commas")
+    return names if len(names) > 1 else names[0]
 
 
 def _show(line: Line, to: Console) -> None:
@@ -128,3 +142,4 @@ def _show(line: Line, to: Console) -> None:
     to.print(Text.assemble((f"{sign:<6}", style), f"{line.layer}: {line.text}"), soft_wrap=True)
     if line.remedy:
         to.print(Text(f"       -> {line.remedy}"), soft_wrap=True)
+    to.file.flush()  # a pipe's reader sees it now, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from fastgrpo.kernels.backends import backends
 from fastgrpo.kernels.library import library_info
 from fastgrpo.rollout.vllm import version_obstacle
 from fastgrpo.tools.doctor.case import Case, Line
+from fastgrpo.tools.wording import reason
 from fastgrpo.trl.compat import UnsupportedError, check_installation
 from fastgrpo.versions import installed_version
 
@@ -125,5 +127,7 @@ def _server_problem(server: str) -> str:
             return "" if answer.status == 200 else f"answers {answer.status} to /health"
     except urllib.error.HTTPError as error:
         return f"answers {error.code} to /health"
-    except (OSError, ValueError) as error:
+    except (ValueError, http.client.InvalidURL) as error:
+        return f"is no address: {reason(error)}"
+    except (OSError, http.client.HTTPException) as error:
         return f"is down: {getattr(error, 'reason', error)}"

@@ -36,6 +36,8 @@ def check_policy(case: Case) -> Iterator[Line]:
     trained = shape.adapter_parameters if case.lora_rank else shape.parameters
     how = f"LoRA of rank {case.lora_rank}" if case.lora_rank else "all of the model"
     yield Line("trained", "ok", f"{_parameters(trained)} of {_parameters(shape.parameters)} parameters ({how})")
+    if trained > shape.parameters:
+        yield Line("trained", "hint", "the adapter is larger than the model", "a smaller lora_r does as well")
     if shape.parameters < 1.5e9:
         yield Line(
             "trained",
@@ -66,7 +68,15 @@ def _measure(case: Case, config: PretrainedConfig) -> ModelShape:
                 "set lora_target_modules: all-linear, or names of layers",
             )
     try:
-        return measure(str(case.model), build(config, "bfloat16", case.lora_rank, targets or ()))
+        model = build(config, "bfloat16", case.lora_rank, targets or ())
+        if hasattr(model, "peft_config") and hasattr(model.get_base_model().get_output_embeddings(), "lora_A"):
+            raise ToolError(
+                "target_modules have the output head among them, whose adapter TRL refuses",
+                "leave the head out of them",
+            )
+        return measure(str(case.model), model)
+    except ToolError:
+        raise
     except Exception as error:  # what a configuration that does not build raises is as varied as configurations
         text = reason(error)
         if "lora_targets" in text:

@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         from fastgrpo.tools.evaluate import evaluate_pass_at_1, tokenised
         from fastgrpo.tools.evaluation.loading import load_policy
         from fastgrpo.tools.evaluation.problems import check_room, read_problems
-        from fastgrpo.tools.evaluation.result import Result
+        from fastgrpo.tools.evaluation.result import Result, name_of
         from fastgrpo.tools.reward_functions import RewardError
         from fastgrpo.tools.wording import ToolError
     try:
@@ -131,8 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
             judge.try_out(problems[0])
         with Display(errors) as display:
             for temperature, samples in ways:
-                name = "greedy" if temperature is None else f"{samples} samples, temperature {temperature:g}"
-                display.begin(f"pass@1, {name}", len(problems))
+                display.begin(f"pass@1, {name_of(temperature, samples)}", len(problems))
                 with quiet_libraries():
                     found = evaluate_pass_at_1(
                         model,
@@ -231,15 +230,19 @@ def _device(name: str | None) -> Any:
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
     """Whether what is found can be written, before it is found; leaves nothing behind."""
+    from fastgrpo.tools.wording import ToolError
+
     path = arguments.answers
     if path is not None:
         if path.exists() and path.samefile(arguments.problems):
-            raise ValueError(f"--answers {path} is the file of the problems, and would overwrite it; name another.")
+            raise ToolError(f"--answers {path} is the file of the problems, and would overwrite it", "name another")
         new = not path.exists()
         try:
             path.open("a").close()
         except OSError as error:
-            raise ValueError(f"--answers {path} cannot be written: {error.strerror}.") from error
+            raise ToolError(
+                f"--answers {path} cannot be written: {error.strerror}", "name a file in a folder that is there"
+            ) from error
         if new:
             path.unlink()
     if arguments.log is not None:
@@ -249,7 +252,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         try:
             file.open("r+b").close()
         except OSError as error:
-            raise ValueError(f"--log {file} cannot be written: {error.strerror}.") from error
+            raise ToolError(f"--log {file} cannot be written: {error.strerror}", "mend its permissions") from error
 
 
 def _write(

@@ -12,6 +12,13 @@ from fastgrpo.tools.evaluate import PassAt1
 from fastgrpo.tools.evaluation.problems import Problem, says_nothing
 
 
+def name_of(temperature: float | None, samples: int) -> str:
+    """What a pass is called."""
+    if temperature is None:
+        return "greedy"
+    return f"{f'{samples} samples' if samples > 1 else 'sampled'}, temperature {temperature:g}"
+
+
 @dataclass(frozen=True)
 class Result:
     """
@@ -40,9 +47,7 @@ class Result:
     @property
     def name(self) -> str:
         """For people."""
-        if self.temperature is None:
-            return "greedy"
-        return f"{self.found.samples} sampled each, temperature {self.temperature:g}"
+        return name_of(self.temperature, self.found.samples)
 
     @property
     def unjudged(self) -> int:

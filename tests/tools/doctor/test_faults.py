@@ -16,7 +16,7 @@ from fastgrpo.kernels.library import LibraryInfo
 from fastgrpo.tools import cli
 from fastgrpo.tools.demo.toy import toy_model, toy_tokenizer
 from fastgrpo.tools.doctor import machine
-from fastgrpo.tools.doctor.case import Case
+from fastgrpo.tools.doctor.case import Case, rewards_of
 from fastgrpo.tools.doctor.machine import check_device, check_kernels, check_rollouts, check_versions
 from fastgrpo.tools.doctor.policy import check_policy, check_settings, check_tokenizer
 from fastgrpo.tools.doctor.rewards import check_rewards, examine, sample
@@ -97,6 +97,13 @@ def test_target_modules_that_match_nothing_with_the_names_that_exist(toy):
     assert line.status == "wrong" and line.layer == "trained"
     for name in ("query", "q_proj", "down_proj"):
         assert name in line.text
+
+
+def test_an_adapter_on_the_head_or_larger_than_the_model(toy):
+    line = list(check_policy(Case(toy, settings={"use_peft": True, "lora_target_modules": ["lm_head", "q_proj"]})))[-1]
+    assert (line.layer, line.status) == ("trained", "wrong") and "output head" in line.text
+    settings = {"use_peft": True, "lora_r": 4096, "lora_target_modules": "all-linear", "max_completion_length": 4}
+    assert "larger than the model" in list(check_policy(Case(toy, settings=settings)))[1].text
 
 
 def test_trained_parameters_are_counted_and_small_models_hinted_at(toy):
@@ -253,6 +260,7 @@ def test_a_rollout_server_that_is_down_and_one_that_is_up():
     line = only(check_rollouts(Case(settings=settings)))
     assert line.status == "wrong" and f"{address} is down" in line.text and line.remedy
     assert "no http://" in only(check_rollouts(Case(server="localhost:8000"))).text
+    assert "is no address" in only(check_rollouts(Case(server="http://two words/"))).text
 
 
 def test_settings_outside_common_advice_are_hinted_at_with_their_source():
@@ -303,6 +311,31 @@ def test_a_ratio_that_is_not_1_before_any_update(tmp_path):
     assert line.status == "wrong" and "not 1" in line.text and "dropout" in line.remedy
 
 
+def test_a_check_that_breaks_is_a_line_and_no_traceback(capsys, monkeypatch):
+    def broken(case):
+        raise RuntimeError("of a library\n  in two lines")
+
+    monkeypatch.setattr("fastgrpo.tools.doctor.layers.check_kernels", broken)
+    assert cli.main(["doctor", "--no-step"]) == 1
+    assert "WRONG kernels: RuntimeError: of a library in two lines (in doctor/test_faults.py" in capsys.readouterr().out
+
+
+def test_rewards_of_the_configuration_are_looked_at(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judges_of_mine.py").write_text("def f(completions, **_):\n    return [*map(len, completions)]\n")
+    config = tmp_path / "grpo.yaml"
+    config.write_text(
+        "reward_funcs: [judges_of_mine.f, think_format_reward]\nreward_weights: [1.0, 2.0, 3.0]\nbf16: false\n"
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}]}) + "\n")
+    assert rewards_of({"reward_funcs": "a.b.c"}) == ("a.b:c",)
+    assert cli.main(["doctor", "--no-step", "--config", str(config), "--prompts", str(rows)]) == 1
+    out = capsys.readouterr().out
+    assert "judges_of_mine:f" in out and "trl.rewards:think_format_reward" in out
+    assert "reward_weights has 3 numbers for 2 reward functions" in out
+
+
 def test_it_stops_at_the_first_that_is_wrong_and_the_status_says_so(tmp_path, capsys, monkeypatch):
     (tmp_path / "mine.py").write_text("def words(completions, **_):\n    return ['good'] * len(completions)\n")
     arguments = ["doctor", "--rewards", f"{tmp_path / 'mine.py'}:words", "--server", "http://127.0.0.1:9"]
@@ -347,6 +380,7 @@ def test_a_healthy_run_with_everything_given(toy, tmp_path, capsys):
         (["--prompts", "nowhere.jsonl"], "cannot be read"),
         (["--config", "nowhere.yaml"], "cannot be read"),
         (["--lora-rank", "0"], "0 is too small"),
+        (["--lora-targets", ", "], "names no layer"),
     ],
 )
 def test_files_that_cannot_be_read_are_wrong_usage(arguments, said, capsys):
