@@ -133,6 +133,15 @@ def test_a_line_that_cannot_be_used_leaves_the_others(line, remark, tmp_path):
     assert record.remarks == [remark]
 
 
+def test_an_evaluation_at_an_unusable_temperature_is_no_greedy_one(tmp_path):
+    evals = [
+        {"kind": "eval", "step": 1, "pass_at_1": rate, "temperature": t} for rate, t in ((0.5, None), (0.7, "hot"))
+    ]
+    record = read_run_log(by_hand(tmp_path / "log.jsonl", *evals))
+    assert [line["pass_at_1"] for line in record.evals] == [0.5]
+    assert record.remarks == ['1 line has no usable number as temperature (line 3: "hot"); left out']
+
+
 def test_the_line_of_a_run_may_be_anybody_s(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_bytes(

@@ -29,6 +29,9 @@ _RANGES: dict[str, dict[str, tuple[float, float]]] = {
 }
 """What a number of a line can be, from and to."""
 
+_ESSENTIAL = {"eval": ("step", "pass_at_1", "temperature")}
+"""Without what these said, a line would say something else."""
+
 _WHOLE = ("step", "steps", "n", "samples")
 _TEXTS = ("started", "device", "model", "rollout_path", "exit")
 _TABLES = ("versions", "options", "settings", "plan")
@@ -254,7 +257,8 @@ class _Run:
             clean[key] = _as_read(key, value) if usable else None
             if not usable:
                 self._odd[kind, key].append(f"line {number}: {_short(value)}")
-        if kind != "step" or clean["step"] is not None:
+        lost = any(clean[key] is None and line.get(key) is not None for key in _ESSENTIAL.get(kind, ()))
+        if not lost and (kind != "step" or clean["step"] is not None):
             self._lines[kind].append(clean)
         elif line.get("step") is None:
             self._odd[kind, "step"].append(f"line {number}: none")

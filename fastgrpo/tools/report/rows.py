@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -120,7 +121,8 @@ def _reward(run: RunSummary) -> str:
 
 def _setting(name: str, value: Any, run: RunSummary) -> str:
     if value is not None:
-        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else plain(str(value))
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
+        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else plain(text)
     known = run.patched if name.startswith("options.") else name not in ("model", "seed")
     return "default" if known else NOTHING
 
@@ -131,7 +133,7 @@ def _time_sentence(run: RunSummary) -> str:
         return f"{phase} dominates, {run.dominant_share or 0:.0%} of a step ({seconds(run.phase_seconds[phase])} s)"
     if any(run.phase_seconds.values()):
         parts = " and ".join(f"{seconds(spent)} s of {phase}" for phase, spent in run.phase_seconds.items())
-        return f"of a step only {parts} were measured; nothing says which phase dominates"
+        return f"only a part of a step was measured, {parts}; nothing says which phase dominates"
     return "the log has no times of phases"
 
 

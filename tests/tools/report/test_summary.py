@@ -134,7 +134,7 @@ def test_parts_of_a_step_name_no_phase(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     assert summarise(read_run_log(path), "a").seconds_per_step is None
-    assert "of a step only 1.50 s of generation and 0.5 s of reward were measured" in sentences_of(run)[0]
+    assert "only a part of a step was measured, 1.50 s of generation and 0.5 s of reward" in sentences_of(run)[0]
 
 
 def test_an_evaluation_after_training_alone_is_the_one_after(tmp_path):
