@@ -101,7 +101,7 @@ def test_what_is_no_number_is_left_out_and_said(value, shown, tmp_path):
     lines = [f'{{"kind": "step", "step": {i}, "reward": {r}}}\n' for i, r in enumerate(["0.5", value, value], 1)]
     record = read_run_log(by_hand(tmp_path / "log.jsonl", *lines))
     assert record.rewards == [0.5] and [line["step"] for line in record.steps] == [1, 2, 3]
-    assert record.remarks == [f"2 lines have no usable number as reward (first line 3: {shown}); left out"]
+    assert record.remarks == [f"2 lines have no usable number as reward (the first is line 3: {shown}); left out"]
     json.dumps(record.steps, allow_nan=False)
 
 

@@ -270,8 +270,7 @@ class _Run:
             others = f" and {more} more are" if more else " is"
             remarks.append(f"line {first}{others} no JSON object; left out")
         if self._foreign:
-            lines = "1 line is" if len(self._foreign) == 1 else f"{len(self._foreign)} lines are"
-            remarks.append(f"{lines} of no known kind ({self._foreign[0]}); left out")
+            remarks.append(f"{_count(self._foreign, 'is', 'are')} of no known kind{_first(self._foreign)}; left out")
         return RunRecord(
             path=self._path,
             run=self._lines["run"][0],
@@ -286,8 +285,15 @@ class _Run:
             return f"{key} is no table ({places[0]}); left out"
         low, high = _RANGES[kind][key]
         wanted = "no number from 0 to 1" if (low, high) == (0, 1) else "no usable number"
-        lines = "1 line has" if len(places) == 1 else f"{len(places)} lines have"
-        return f"{lines} {wanted} as {key} ({'' if len(places) == 1 else 'first '}{places[0]}); left out"
+        return f"{_count(places, 'has', 'have')} {wanted} as {key}{_first(places)}; left out"
+
+
+def _count(places: Sequence[str], singular: str, plural: str) -> str:
+    return f"1 line {singular}" if len(places) == 1 else f"{len(places)} lines {plural}"
+
+
+def _first(places: Sequence[str]) -> str:
+    return f" ({'' if len(places) == 1 else 'the first is '}{places[0]})"
 
 
 def _usable(kind: str, key: str, value: Any) -> bool:

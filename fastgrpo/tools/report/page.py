@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from html import escape
 
 _STYLE = """
+:root{color-scheme:light dark}.lead,th,td{overflow-wrap:anywhere}
 body{font:15px/1.5 system-ui,sans-serif;color:#1f2430;background:#fff;margin:2rem auto;max-width:75rem;padding:0 1rem}
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}img{max-width:100%;height:auto}
 table{border-collapse:collapse}th,td{text-align:left;padding:.3rem .9rem .3rem 0;border-bottom:1px solid #e6e9ef;
-vertical-align:top}td{font-variant-numeric:tabular-nums}th[scope=row]{font-weight:normal;color:#5b6470;white-space:pre}
+vertical-align:top}td{font-variant-numeric:tabular-nums;min-width:9rem}th[scope=row]{font-weight:normal;color:#5b6470;white-space:pre}
 .lead{font-size:1.1rem}.scroll{overflow-x:auto}footer{color:#5b6470;margin-top:2rem}
 @media(prefers-color-scheme:dark){body{background:#14171d;color:#e8eaf0}th[scope=row],footer{color:#a3abb8}
 th,td{border-color:#2b313c}img{background:#fff;border-radius:6px}}

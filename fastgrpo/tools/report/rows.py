@@ -27,7 +27,7 @@ def rows_of(summaries: Sequence[RunSummary]) -> list[list[str]]:
         ("started", lambda run: plain((run.started or NOTHING).replace("T", " ").replace("+00:00", " UTC"))),
         ("patched", lambda run: "yes" if run.patched else "no, stock TRL"),
         ("rollouts", lambda run: plain(run.rollout_path or NOTHING)),
-        ("ended", lambda run: plain(run.exit) if ends_in_a_cell(run) else "error, see below"),
+        ("ended", lambda run: plain(run.exit) if ends_in_a_cell(run) else "an error, see its text"),
         ("steps", lambda run: str(run.steps)),
         ("wall clock", lambda run: duration(run.wall_s)),
         ("seconds per step", lambda run: seconds(run.seconds_per_step)),

@@ -139,7 +139,7 @@ def test_values_that_are_no_numbers_are_null_and_said_everywhere(tmp_path, capsy
 
     status, out, _ = report(capsys, path, tmp_path / "none", "--json")
     first, second = json.loads(out, parse_constant=refuse)["runs"]
-    said = '4 lines have no usable number as reward (first line 2: "high"); left out'
+    said = '4 lines have no usable number as reward (the first is line 2: "high"); left out'
     assert said in first["remarks"] and first["peak_memory_gb"] is None and first["phase_seconds"] == {}
     assert second["remarks"] == ["there is no reward: its only step line has no finite one"]
     status, out, err = report(capsys, path, tmp_path / "none", "--output", tmp_path / "out")

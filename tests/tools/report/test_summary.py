@@ -157,9 +157,9 @@ def test_an_end_without_a_word_is_one(tmp_path):
     assert summarise(read_run_log(path), "a").exit == UNEXPLAINED
 
 
-def test_a_long_error_stands_below_the_table_whole(tmp_path):
+def test_a_long_error_stands_beside_the_table_whole(tmp_path):
     run = summarise(written(tmp_path, crash=RuntimeError("out of memory\n" * 50 + "THE END")), "a")
-    assert cells(rows_of([run]), "ended") == ["error, see below"]
+    assert cells(rows_of([run]), "ended") == ["an error, see its text"]
     assert sentences_of(run)[-1].startswith("a: ended with an error: RuntimeError: out of memory out of memory")
     assert sentences_of(run)[-1].endswith("THE END")
 
