@@ -79,6 +79,7 @@ def test_a_step_that_replays_a_generation_has_a_line_of_its_own(tmp_path):
     summary = summarise(record, "a")
     real, padded = (sum(line[key] for line in record.steps[3:]) for key in ("tokens_real", "tokens_padded"))
     assert summary.padding_share == pytest.approx(1 - real / padded) and summary.tokens_per_step == real / 2
+    assert summary.remarks == []
 
 
 def test_steps_after_the_last_entry_are_in_a_line_and_no_reward_is_lost(tmp_path):

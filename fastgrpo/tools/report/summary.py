@@ -164,11 +164,19 @@ def _before_and_after(evals: Sequence[dict[str, Any]]) -> tuple[float | None, fl
 
 def _missing(lines: Sequence[dict[str, Any]], record: RunRecord) -> list[str]:
     remarks = []
+    rewards, losses = (sum(line[key] is not None for line in lines) for key in ("reward", "loss"))
+    # A step that replays its rollouts has no reward, and the steps after TRL's last entry have no loss.
+    unrewarded = sum(line["reward"] is None and bool(line["tokens_real"]) for line in lines)
+    lossless = sum(line["loss"] is None for line in lines[:-1])
     if not lines:
         remarks.append("the log has no steps")
-    elif not any(line["reward"] is not None for line in lines):
+    elif not rewards:
         what = "its only step line" if len(lines) == 1 else f"none of its {len(lines)} step lines"
         remarks.append(f"there is no reward: {what} has {'no' if len(lines) == 1 else 'a'} finite one")
+    elif unrewarded:
+        remarks.append(f"in {unrewarded} of {len(lines)} step lines rollouts have no finite reward")
+    if lossless and (losses or record.run["options"] is not None):
+        remarks.append(f"in {lossless} of {len(lines)} step lines the loss is not finite")
     again = len(record.steps) - len(lines)
     if again:
         taken = "1 line was" if again == 1 else f"{again} lines were"

@@ -128,6 +128,23 @@ def test_a_run_without_any_reward_says_so(tmp_path):
     assert verdict([run, other, third]).endswith("; not compared, for want of it: a")
 
 
+@pytest.mark.parametrize(
+    ("lines", "remarks"),
+    [
+        ([{"reward": 0.5, "loss": 0.1, "tokens_real": 9}, {"loss": 0.1, "tokens_real": 0}], []),
+        ([{"reward": 0.5, "loss": 0.1, "tokens_real": 9}, {"reward": 0.5, "tokens_real": 9}], []),
+        (
+            [{"loss": 0.1, "tokens_real": 9}, {"reward": 0.5, "loss": 0.1, "tokens_real": 9}],
+            ["in 1 of 2 step lines rollouts have no finite reward"],
+        ),
+        ([{"reward": 0.5}] * 3 + [{"reward": 0.5, "loss": 0.1}], ["in 3 of 4 step lines the loss is not finite"]),
+    ],
+    ids=["replayed", "after the last entry", "a reward that is NaN", "a loss that is NaN"],
+)
+def test_lines_without_a_reward_or_loss_that_should_have_one_are_counted(lines, remarks, tmp_path):
+    assert summarise(written(tmp_path, lines), "a").remarks == remarks
+
+
 def test_parts_of_a_step_name_no_phase(tmp_path):
     run = summarise(written(tmp_path, [{"time_generation": 1.5, "time_reward": 0.5}]), "a")
     assert run.dominant_phase is run.dominant_share is run.to_dict()["dominant_phase"] is None
