@@ -90,8 +90,8 @@ class ImagesByRow:
             if not known:
                 size = list(given[name].shape) if isinstance(given[name], Tensor) else len(given[name])
                 raise ValueError(
-                    f"mini_batch_size and max_tokens_per_microbatch are not possible: {name} of size {size} cannot be taken "
-                    f"apart into {rows} rows with {counts} images; leave both None."
+                    f"{name} of size {size} cannot be taken apart into {rows} rows with {counts} images, as mini_batch_size, "
+                    "max_tokens_per_microbatch and skip_zero_advantage need it; leave them None, None and False."
                 )
 
     def take(self, rows: Tensor) -> dict[str, Any]:

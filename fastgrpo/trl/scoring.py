@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fastgrpo.trl.loss import LossPass
     from fastgrpo.trl.onpolicy import OldLogProbs
     from fastgrpo.trl.patch import Patch
+    from fastgrpo.trl.skipping import Kept
 
 logger = logging.getLogger("fastgrpo")
 _IGNORE = -100
@@ -135,12 +136,13 @@ class ScoringMethod(Standing):
         # TRL never asks for a row's first token, or for no token; what it would make of that is its own business.
         odd = not 0 < logits_to_keep < input_ids.shape[1]
         pictured = any(value is not None for value in model_inputs.values())
+        kept = None if self.loss is None else self.loss.kept
         if odd or self._own_method or pictured:
-            if self.limits and pictured and not odd:
+            if pictured and not odd and (self.limits or kept is not None):
                 images = ImagesByRow(model_inputs, input_ids.shape[0])
                 with profiling_context(self.trainer, SCORING_METHOD), self._saving(model):
-                    result = self._score_images_within_limits(
-                        model, input_ids, attention_mask, logits_to_keep, batch_size, entropy, images
+                    result = self._score_images_by_row(
+                        model, input_ids, attention_mask, logits_to_keep, batch_size, entropy, images, kept
                     )
             else:
                 packed = pictured and self.layout != "none" and not (odd or self._own_method)
@@ -151,9 +153,9 @@ class ScoringMethod(Standing):
             return result
         with profiling_context(self.trainer, SCORING_METHOD):
             count = input_ids.shape[0]
-            kept = counted = fused_loss = None
+            counted = fused_loss = None
             if self.loss is not None:
-                kept, counted, fused_loss = self.loss.kept, self.loss.counted, self.loss.fused
+                counted, fused_loss = self.loss.counted, self.loss.fused
             if kept is not None:
                 input_ids, attention_mask = input_ids[kept.rows], attention_mask[kept.rows]
                 counted = None if counted is None else counted[kept.rows]
@@ -169,12 +171,10 @@ class ScoringMethod(Standing):
             all_logprobs, all_entropies, aux_losses = zip(*parts, strict=True)
             logprobs, entropies = torch.cat(all_logprobs), torch.cat(all_entropies) if compute_entropy else None
             if kept is not None:
-                logprobs = kept.spread_logprobs(logprobs, count)
-                if entropies is not None:
-                    scored = attention_mask[:, attention_mask.shape[1] - logits_to_keep :]
-                    if counted is not None:
-                        scored = scored * counted
-                    entropies = kept.spread_entropies(entropies, scored, count)
+                scored = attention_mask[:, attention_mask.shape[1] - logits_to_keep :]
+                logprobs, entropies = kept.spread_both(
+                    logprobs, entropies, scored if counted is None else scored * counted, count
+                )
             if self.loss is not None:
                 logprobs, entropies = self.loss.scored(logprobs, entropies)
             return logprobs, entropies, torch.stack(aux_losses).mean() if compute_aux_loss else None
@@ -230,7 +230,7 @@ class ScoringMethod(Standing):
         # What is kept of a part in host memory is not alive on the device.
         return self.offload is None
 
-    def _score_images_within_limits(
+    def _score_images_by_row(
         self,
         model: torch.nn.Module,
         input_ids: Tensor,
@@ -239,6 +239,7 @@ class ScoringMethod(Standing):
         batch_size: int | None,
         entropy: Entropy,
         images: ImagesByRow,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor | None, None]:
         trl_s_own = inspect.unwrap(getattr(GRPOTrainer, SCORING_METHOD))  # timed once, not once a part
 
@@ -254,12 +255,20 @@ class ScoringMethod(Standing):
                     **images.take(rows),
                 )[:2]
 
+        count = input_ids.shape[0]
+        everything = torch.arange(count, device=input_ids.device)
         results = []
-        for rows in torch.arange(input_ids.shape[0], device=input_ids.device).split(batch_size or input_ids.shape[0]):
+        for rows in (everything if kept is None else kept.rows).split(batch_size or count):
             parts = [rows[part] for part in self._split(model, input_ids[rows], attention_mask[rows], logits_to_keep)]
             results.append(score_in_parts(model, score, parts, self._recompute))
-        logprobs, entropies = zip(*results, strict=True)
-        return torch.cat(logprobs), None if entropy == "none" else torch.cat(entropies), None
+        all_logprobs, all_entropies = zip(*results, strict=True)
+        logprobs, entropies = torch.cat(all_logprobs), None if entropy == "none" else torch.cat(all_entropies)
+        if kept is not None:
+            scored = attention_mask[kept.rows, -logits_to_keep:]
+            if self.loss.counted is not None:
+                scored = scored * self.loss.counted[kept.rows]
+            logprobs, entropies = kept.spread_both(logprobs, entropies, scored, count)
+        return logprobs, entropies, None
 
     def _score_within_limits(
         self,

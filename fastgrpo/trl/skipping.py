@@ -38,6 +38,13 @@ class Kept(NamedTuple):
         mean = (entropies * attention).sum() / attention.sum().clamp(min=1)
         return self.spread(entropies, mean.detach().expand(count, entropies.shape[1]))
 
+    def spread_both(
+        self, logprobs: Tensor, entropies: Tensor | None, attention: Tensor, count: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies of the kept rows to those of all `count` rows."""
+        spread = None if entropies is None else self.spread_entropies(entropies, attention, count)
+        return self.spread_logprobs(logprobs, count), spread
+
 
 def skipping_obstacle(trainer: GRPOTrainer) -> str:
     """What gives rows without an advantage a gradient, or hides whether they have one; empty where nothing does."""
@@ -52,8 +59,6 @@ def skipping_obstacle(trainer: GRPOTrainer) -> str:
     for method in (LOSS_METHOD, SCORING_METHOD):
         if overrides(trainer, method):
             return f"{type(trainer).__name__} brings its own {method}"
-    if trainer._is_vlm:
-        return "images are not taken apart by row"
     return ""
 
 
@@ -68,4 +73,9 @@ def kept_rows(inputs: dict[str, Any]) -> Kept | None:
         return None
     if len(rows) == 0:
         rows = torch.zeros(1, dtype=torch.int64, device=mask.device)
+    images = inputs.get("num_images")
+    if images and any(images) and not any(images[row] for row in rows.tolist()):
+        # DDP's hooks wait for the vision tower, too.
+        pictured = next(row for row, number in enumerate(images) if number)
+        rows = torch.cat([rows, rows.new_tensor([pictured])]).sort().values
     return Kept(rows, inputs.get("old_per_token_logps"))

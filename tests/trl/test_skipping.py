@@ -9,11 +9,12 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny import tiny_trainer
+from tiny_images import vision_settings
 from trl import GRPOTrainer
 from twins import assert_same_parameters, trained_parameters, without_ours
 
 import fastgrpo
-from fastgrpo.trl.skipping import Kept
+from fastgrpo.trl.skipping import Kept, kept_rows
 
 
 def reward_few(completions: list[str], **_) -> list[float]:
@@ -25,13 +26,15 @@ def constant(completions: list[str], **_) -> list[float]:
     return [1.0] * len(completions)
 
 
-def trained(tmp_path: Path, skip: bool | None, reward=reward_few, **settings) -> tuple[GRPOTrainer, dict, list[int]]:
+def trained(
+    tmp_path: Path, skip: bool | None, reward=reward_few, mini_batch_size=None, **settings
+) -> tuple[GRPOTrainer, dict, list[int]]:
     """A trainer after training, its parameters before, and the tokens of every gradient forward."""
     trainer = tiny_trainer(tmp_path, **settings)
     trainer.reward_funcs = [reward]
     before, tokens = trained_parameters(trainer), []
     if skip is not None:
-        fastgrpo.patch(trainer, fastgrpo.Options(skip_zero_advantage=skip))
+        fastgrpo.patch(trainer, fastgrpo.Options(skip_zero_advantage=skip, mini_batch_size=mini_batch_size))
 
     def count(module, args, kwargs):
         if torch.is_grad_enabled() and trainer.model.training:
@@ -69,6 +72,29 @@ def test_losses_and_parameters_are_those_of_stock_training(case, tmp_path):
         for key in theirs.keys() & {"loss", "reward", "grad_norm", "clip_ratio/region_mean"}:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
     assert_same_parameters(stock, patched, before)
+
+
+@pytest.mark.parametrize("options", [{}, {"mini_batch_size": 1}])
+def test_rows_with_images_are_left_out_with_them(options, tmp_path):
+    settings = {"num_generations": 2, "max_steps": 3, **vision_settings([0, 1, 3, 1, 3, 1])}
+    stock, before, everything = trained(tmp_path, None, **settings)
+    patched, _, less = trained(tmp_path, True, **settings, **options)
+    for ours, theirs in zip(patched.state.log_history, stock.state.log_history, strict=True):
+        for key in theirs.keys() & {"loss", "reward", "grad_norm"}:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+    assert_same_parameters(stock, patched, before)
+    # Mini-batches run their forward twice.
+    assert options or sum(less) < 0.9 * sum(everything)
+
+
+@pytest.mark.parametrize(
+    ("advantages", "kept"), [([1, 0, 0, 0], [0, 2]), ([0, 0, 0, 1], [3]), ([0, 0, 0, 0], [0, 2]), ([1, 1, 1, 1], None)]
+)
+def test_where_a_micro_batch_has_images_some_row_that_is_computed_has_one(advantages, kept):
+    ones = torch.ones(4, 3, dtype=torch.int64)
+    inputs = {"completion_mask": ones, "advantages": torch.tensor(advantages), "num_images": [0, 0, 3, 1]}
+    found = kept_rows(inputs)
+    assert (found if found is None else found.rows.tolist()) == kept
 
 
 def test_rows_without_an_advantage_are_not_computed(tmp_path):
