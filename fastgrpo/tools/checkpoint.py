@@ -15,8 +15,11 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationMixin,
     PretrainedConfig,
@@ -244,7 +247,7 @@ def _check_info(folder: Path | str, info: dict[str, Any]) -> None:
 
 def load_model(source: str, dtype: torch.dtype | str, **gguf: str) -> PreTrainedModel:
     """
-    A language model, none of whose weights is random.
+    A language model, also one that looks at pictures, none of whose weights is random.
 
     Args:
         source: folder, or a name in the local cache.
@@ -255,7 +258,11 @@ def load_model(source: str, dtype: torch.dtype | str, **gguf: str) -> PreTrained
         ToolError: not so.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False, **gguf)
+        pictures = (
+            type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        )
+        model, info = (AutoModelForImageTextToText if pictures else AutoModelForCausalLM).from_pretrained(
             source,
             dtype=dtype,
             local_files_only=True,

@@ -180,7 +180,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[Mapping[str,
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     if not isinstance(prompt, Sequence):
-        raise TypeError(f"it is a {type(prompt).__name__}, neither a text nor a conversation")
+        raise TypeError(f"it is of type {type(prompt).__name__}, neither a text nor a conversation")
     if tokenizer.chat_template is None:
         raise ToolError(
             "the prompts are conversations, and the tokenizer has no chat template to write them with",

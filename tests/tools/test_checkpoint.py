@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import tiny_model
 from transformers import LlamaConfig
 
 from fastgrpo.tools.checkpoint import (
@@ -69,6 +71,29 @@ def test_a_whole_folder_is_all_right_and_nothing_of_it_is_read_twice(toy):
 def test_a_configuration_of_no_model_or_of_another(values, said, toy):
     change(toy / "config.json", **values)
     assert said in refused(toy)
+
+
+def test_code_in_a_models_folder_is_never_run(toy, tmp_path):
+    code = f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Config: ...\nclass Tokenizer: ...\n"
+    (toy / "own.py").write_text(code)
+    change(
+        toy / "config.json",
+        model_type="its-own",
+        auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    )
+    change(toy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Tokenizer", None]}, tokenizer_class="Own")
+    assert "wants code of its own" in refused(toy)
+    for load in (lambda: load_model(str(toy), torch.float32), lambda: load_tokenizer(str(toy))):
+        with contextlib.suppress(ToolError):
+            load()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen2 tied", "qwen3 moe", "gpt2", "qwen2.5 vl"])
+def test_whole_models_of_other_families_are_all_right(name, tmp_path):
+    tiny_model(name).save_pretrained(tmp_path)
+    looked_at(tmp_path)
+    assert load_model(str(tmp_path), torch.float32).generation_config is not None
 
 
 def test_weights_that_are_missing_cut_short_or_only_pointed_at(toy):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ _COMPLETIONS = ("", "42", "The answer is 42.", "<think>6 times 7</think>\n\\boxe
 TRUTHS = ("answer", "solution", "ground_truth", "target", "label")
 """Columns that may hold the right answer."""
 _MOST_ROWS = 4
+_LARGEST = 3.4028234663852886e38
+"""Of float32, which TRL keeps rewards in; beyond it they are infinite."""
 
 
 def check_rewards(case: Case) -> Iterator[Line]:
@@ -49,13 +50,22 @@ def examine(spec: str, function: Callable[..., Any], rows: Sequence[Mapping[str,
         function: takes `prompts`, `completions`, `completion_ids`, the dataset's columns, and what TRL's trainer adds.
         rows: of the dataset; completions are a row's own `completion` where it has one, else a few texts and the row's answer.
     """
-    arguments = sample(rows)
+    given = sample(rows)
+    count = len(given["prompts"])
     conduct: list[Conduct] = []
     try:
-        first, second = (call(spec, function, arguments, conduct=conduct) for _ in range(2))
+        first = call(spec, function, given, conduct)
+        second = call(spec, function, sample(rows), conduct)
     except RewardError as error:
         yield Line("rewards", "wrong", str(error), error.remedy)
         return
+    if given != sample(rows):
+        yield Line(
+            "rewards",
+            "hint",
+            f"{spec} changes the lists that it is given; functions after it, and the log, see them so",
+            "work on a copy",
+        )
     moved_to = next((one.moved_to for one in conduct if one.moved_to), None)
     if moved_to is not None:
         yield Line(
@@ -64,7 +74,7 @@ def examine(spec: str, function: Callable[..., Any], rows: Sequence[Mapping[str,
             f"{spec} changes the working directory, to {moved_to}; output_dir and other relative paths move with it",
             "change it back, or use absolute paths",
         )
-    yield _judge(spec, first, second, len(arguments["prompts"]), any("completion" in row for row in rows))
+    yield _judge(spec, first, second, count, any("completion" in row for row in rows))
 
 
 def _judge(spec: str, first: Any, second: Any, count: int, own_completions: bool) -> Line:
@@ -74,7 +84,7 @@ def _judge(spec: str, first: Any, second: Any, count: int, own_completions: bool
         return Line("rewards", "wrong", f"{spec} {text}", remedy)
 
     if isinstance(first, str | bytes) or not hasattr(first, "__len__") or not hasattr(first, "__iter__"):
-        what = "None" if first is None else f"{short(first)}, a {type(first).__name__},"
+        what = "None" if first is None else f"{short(first)}, of type {type(first).__name__},"
         return wrong(
             f"returns {what} instead of a list",
             "return a list with one number for every completion, None where it has none",
@@ -83,9 +93,12 @@ def _judge(spec: str, first: Any, second: Any, count: int, own_completions: bool
         return wrong(f"returns {len(first)} rewards for {count} completions", "return one number for every completion")
     bad = next((value for value in first if value is not None and not is_number(value)), None)
     if bad is not None:
-        return wrong(f"returns {short(bad)}, a {type(bad).__name__}", "return numbers, or None where it does not apply")
+        return wrong(
+            f"returns {short(bad)}, of type {type(bad).__name__}, which is no reward",
+            "return numbers, or None where it does not apply",
+        )
     numbers = [None if value is None else float(value) for value in first]
-    infinite = [value for value in numbers if value is not None and not math.isfinite(value)]
+    infinite = [value for value in numbers if value is not None and not abs(value) <= _LARGEST]
     if infinite:
         remedy = "return finite numbers, or None where it does not apply"
         return wrong(f"returns {infinite[0]} for {len(infinite)} of {count} completions", remedy)
@@ -94,7 +107,7 @@ def _judge(spec: str, first: Any, second: Any, count: int, own_completions: bool
         return wrong("returns None for every completion", "return a number for at least some")
     try:
         again = [None if value is None else float(value) for value in second]
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         again = None
     if again != numbers:
         return Line(
@@ -142,6 +155,6 @@ def is_number(value: Any) -> bool:
         return False
     try:
         float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return False
     return True

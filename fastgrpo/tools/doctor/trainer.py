@@ -70,7 +70,9 @@ def _policy(case: Case, gpu: bool) -> tuple[Any, Any]:
         return toy_model(tokenizer), tokenizer
     if gpu:
         return str(case.model), None  # TRL loads it in the checkpoint's dtype
-    return load_model(str(case.model), torch.float32), load_tokenizer(str(case.model))
+    model = load_model(str(case.model), torch.float32)
+    sees = hasattr(model.config, "vision_config")
+    return model, None if sees else load_tokenizer(str(case.model))  # TRL finds the processor
 
 
 def _dataset(case: Case, rows: int) -> list[dict[str, Any]]:

@@ -95,7 +95,7 @@ def test_target_modules_that_match_nothing_with_the_names_that_exist(toy):
     case = Case(toy, settings={"use_peft": True, "lora_target_modules": ["query", "value"]})
     line = list(check_policy(case))[-1]
     assert line.status == "wrong" and line.layer == "trained"
-    for name in ("query", "q_proj", "down_proj"):
+    for name in ("query", "q_proj", "down_proj", "and try again); its linear layers"):
         assert name in line.text
 
 
@@ -174,14 +174,20 @@ async def delayed(completions):
 @pytest.mark.parametrize(
     ("reward", "status", "said"),
     [
-        (lambda completions, **_: ["good"] * len(completions), "wrong", "returns 'good', a str"),
-        (lambda completions, **_: "good", "wrong", "returns 'good', a str, instead of a list"),
-        (lambda completions, **_: 1.0, "wrong", "returns 1.0, a float, instead of a list"),
+        (
+            lambda completions, **_: ["good"] * len(completions),
+            "wrong",
+            "returns 'good', of type str, which is no reward",
+        ),
+        (lambda completions, **_: "good", "wrong", "returns 'good', of type str, instead of a list"),
+        (lambda completions, **_: 1.0, "wrong", "returns 1.0, of type float, instead of a list"),
         (lambda completions, **_: None, "wrong", "returns None instead of a list"),
-        (lambda completions, **_: torch.zeros(len(completions), 2), "wrong", "a Tensor"),
+        (lambda completions, **_: torch.zeros(len(completions), 2), "wrong", "of type Tensor"),
         (lambda completions, **_: (float(len(text)) for text in completions), "ok", "the same twice"),
         (lambda completions, **_: [math.nan] * len(completions), "wrong", "returns nan for 4 of 4 completions"),
         (lambda completions, **_: [math.inf] + [0.0] * (len(completions) - 1), "wrong", "returns inf for 1 of 4"),
+        (lambda completions, **_: [1e39] * len(completions), "wrong", "returns 1e+39 for 4 of 4 completions"),
+        (lambda completions, **_: [10**400] * len(completions), "wrong", "of type int"),
         (lambda completions, **_: [1.0], "wrong", "returns 1 rewards for 4 completions"),
         (lambda completions, **_: [None] * len(completions), "wrong", "None for every completion"),
         (lambda completions, **_: [0.5] * len(completions), "hint", "gives 0.5 to all 4 completions"),
@@ -214,6 +220,16 @@ def test_rewards_that_differ_between_two_calls():
     calls = itertools.count()
     line = only(examine("mine", lambda completions, **_: [next(calls) for _ in completions], []))
     assert line.status == "hint" and "other rewards at the second call" in line.text
+
+
+def test_rewards_that_change_what_they_are_given():
+    def reward(completions, **_):
+        lengths = [len(text) for text in completions]
+        completions.reverse()
+        return lengths
+
+    lines = list(examine("mine", reward, []))
+    assert [line.status for line in lines] == ["hint", "ok"] and "changes the lists that it is given" in lines[0].text
 
 
 def test_asynchronous_rewards_are_awaited():
