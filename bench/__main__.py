@@ -63,6 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
         from bench import rollout
 
         run = rollout.run(device, options.part, options.rounds or 5, options.steps, options.quick)
+    elif options.bench == "host":
+        from bench import host
+
+        run = host.run(options.old_pass, options.quick)
     elif options.bench == "plan":
         from bench import plan
 
@@ -142,10 +146,12 @@ def _parser() -> argparse.ArgumentParser:
     log.add_argument("--steps", type=int, default=40, help="optimizer steps (default: 40)")
     plan = benches.add_parser("plan", parents=[common], help="the memory plan against what an update takes (CUDA)")
     plan.add_argument("--only", nargs="+", metavar="TEXT", help="settings whose name holds one of these")
+    host = benches.add_parser("host", parents=[common], help="what one update asks of the processor, counted (CPU)")
     update = benches.add_parser("update", parents=[common, trained], help="a GRPOTrainer's update, stock and patched")
-    update.add_argument(
-        "--old-pass", action="store_true", help="num_iterations=2: with the separate pass for old log-probs"
-    )
+    for bench in (host, update):
+        bench.add_argument(
+            "--old-pass", action="store_true", help="num_iterations=2: with the separate pass for old log-probs"
+        )
     update.add_argument("--only", nargs="+", metavar="TEXT", help="workloads whose name holds one of these")
     summary = benches.add_parser("summary", help="runs written with --json, as Markdown, beside stored ones")
     summary.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written with --json")

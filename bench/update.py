@@ -432,9 +432,12 @@ def one_update(trainer: trl.GRPOTrainer) -> float:
 
 def _with_old_logprobs(trainer: trl.GRPOTrainer, batch: dict[str, Any]) -> dict[str, Tensor]:
     # What TRL does there: in evaluation of gradients, in micro-batches, checkpointing off.
-    from trl.models.utils import disable_gradient_checkpointing
+    from trl.trainer import grpo_trainer
 
-    with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+    with (
+        torch.no_grad(),
+        grpo_trainer.disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
+    ):
         old, _, _ = trainer._get_per_token_logps_and_entropies(
             trainer.model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),

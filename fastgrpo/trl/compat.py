@@ -23,6 +23,7 @@ SCORING_METHOD = "_get_per_token_logps_and_entropies"
 LOSS_METHOD = "_compute_loss"
 GENERATE_METHOD = "_generate_and_score_completions"
 HEAD_NAME = "_ChunkedLogProbFunction"
+CHECKPOINTING_NAME = "disable_gradient_checkpointing"
 
 # The methods' source (SHA-256, first 16 digits) in the releases they were read in. Another text may mean another thing.
 _KNOWN_SOURCES = {
@@ -179,10 +180,14 @@ def has_own_attribute(trainer: GRPOTrainer, method: str) -> bool:
 
 def attention_of(model: torch.nn.Module, trainer: GRPOTrainer) -> str | None:
     """The attention implementation of a model, as it is now."""
-    config = getattr(model, "config", None)
-    if isinstance(config, PreTrainedConfig):  # not wrapped; to unwrap it, accelerate would walk through all its modules
-        return config.get_text_config()._attn_implementation
-    return base_model(trainer.accelerator.unwrap_model(model)).config.get_text_config()._attn_implementation
+    return unwrapped(trainer, model).config.get_text_config()._attn_implementation
+
+
+def unwrapped(trainer: GRPOTrainer, model: torch.nn.Module) -> torch.nn.Module:
+    """A model without what accelerate wraps around it, and without its adapters."""
+    # To see whether one is wrapped, accelerate walks through all modules; a wrapper has no configuration.
+    wrapped = not isinstance(getattr(model, "config", None), PreTrainedConfig)
+    return base_model(trainer.accelerator.unwrap_model(model) if wrapped else model)
 
 
 def models_of(trainer: GRPOTrainer) -> list[torch.nn.Module]:

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 
 from fastgrpo.head import LogProbs, linear_grpo_rows
 from fastgrpo.objective import Objective, RowTerms, row_local_terms_exist, row_terms, token_grad
-from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, base_model, loss_mask, overrides
+from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, loss_mask, overrides, unwrapped
 from fastgrpo.trl.onpolicy import corrects_sampler
 
 # Of the size of what is summed up; rounding of float32 sums is a thousandth of it.
@@ -67,7 +67,7 @@ def why_with_a_graph(trainer: GRPOTrainer, in_parts: bool, old_pass_left_out: bo
 
 def head_trains(trainer: GRPOTrainer) -> bool:
     """Whether the output head of the policy has a gradient."""
-    head = base_model(trainer.accelerator.unwrap_model(trainer.model)).get_output_embeddings()
+    head = unwrapped(trainer, trainer.model).get_output_embeddings()
     return any(x is not None and x.requires_grad for x in (head.weight, getattr(head, "bias", None)))
 
 

@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 from fastgrpo.chunking import ChunkPlan
 from fastgrpo.head import LogProbs, linear_logprob
 from fastgrpo.packing import take_rows
-from fastgrpo.trl.compat import base_model, has_fused_head
+from fastgrpo.trl.compat import has_fused_head, unwrapped
 from fastgrpo.trl.fused import FusedLoss
 
 _FUSED_OUTPUTS = {"log_probs", "entropy"}
@@ -157,7 +157,7 @@ def score_with_head(trainer: GRPOTrainer, model: torch.nn.Module, inputs: dict[s
             outputs = model(**inputs, labels=labels, fused_lm_head=True)
         return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss)
 
-    base = base_model(trainer.accelerator.unwrap_model(model))
+    base = unwrapped(trainer, model)
     head = base.get_output_embeddings()
     scale, softcap = logit_transform(base.config)
     fp32 = trainer.args.cast_lm_head_to_fp32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,12 +26,18 @@ class Adapters:
         self._copies: WeakKeyDictionary[nn.Module, _Copy] = WeakKeyDictionary()
 
     def refresh(self) -> None:
-        """Copies every adapter again, all in one go."""
-        copies = list(self._copies.values())
-        targets = [part for copy in copies for part in copy.targets]
+        """Copies every adapter again, all in one go; one that has moved, or has another shape, is forgotten."""
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for owner, copy in list(self._copies.items()):
+            if copy.fits():
+                sources += copy.sources
+                targets += copy.targets
+            else:
+                del self._copies[owner]
         if targets:
             with torch.no_grad():
-                torch._foreach_copy_(targets, [part for copy in copies for part in copy.sources])
+                torch._foreach_copy_(targets, sources)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Adapters:
         return Adapters()
@@ -45,14 +52,20 @@ class Adapters:
                 inputs.functions = self._functions(inputs.owner, inputs.layers, x)
             if inputs.functions and (first or inputs.has(number, x)):
                 return inputs.functions[number]
-        return next(iter(self._functions(layer, (layer,), x)), None)
+        functions = self._functions(layer, (layer,), x)
+        return functions[0] if functions else None
 
     def _functions(self, owner: nn.Module, layers: Sequence[nn.Module | None], x: Tensor) -> Sequence[Fused]:
         """One a layer; none where they cannot be computed, or not together."""
-        plain = [_plain(layer, len(layers)) for layer in layers]
-        if None in plain or not _alike(plain):
-            return ()
-        dtype = compute_dtype(x, *(part for layer in plain for part in (layer.weight, layer.down, layer.up)))
+        plain: list[PlainLora] = []
+        for layer in layers:
+            # Of several, one that is not called as they are would be computed for nothing.
+            called = type(layer) is LoraLinear and (len(layers) == 1 or runs_only_its_forward(layer))
+            one = plain_lora(layer) if called and not layer.disable_adapters else None
+            if one is None or (plain and not _alike(one, plain[0])):
+                return ()
+            plain.append(one)
+        dtype = compute_dtype(x, *[part for one in plain for part in (one.weight, one.down, one.up)])
         return () if dtype is None else self.copied(owner, plain, dtype).functions
 
     def copied(self, owner: nn.Module, layers: Sequence[PlainLora], dtype: torch.dtype) -> _Copy:
@@ -61,32 +74,24 @@ class Adapters:
 
         Args:
             owner: the layer, or the module whose layers they are. The copies live as long as it does.
-            layers: `_alike`. The A of several are copied in any case, since they stand one below the other.
+            layers: with one scale, and one dtype of A and one of B. The A of several are copied in any case, since they stand
+                one below the other.
             dtype: of the products.
         """
-        copy = self._copies.get(owner)
-        if copy is None or not copy.is_of(layers, dtype):
+        copy, key = self._copies.get(owner), (dtype, *map(id, chain.from_iterable(layers)))
+        if copy is None or copy.key != key:
             with torch.inference_mode(False), torch.no_grad():
-                copy = self._copies[owner] = _Copy.of(layers, dtype)
+                copy = self._copies[owner] = _Copy.of(layers, dtype, key)
         return copy
 
 
-def _plain(layer: nn.Module | None, count: int) -> PlainLora | None:
-    # Of several, one that is not called as they are would be computed for nothing.
-    if type(layer) is not LoraLinear or layer.disable_adapters or (count > 1 and not runs_only_its_forward(layer)):
-        return None
-    return plain_lora(layer)
-
-
-def _alike(layers: Sequence[PlainLora]) -> bool:
-    one = layers[0]
-    return all(
-        layer.scale == one.scale and layer.down.dtype == one.down.dtype and layer.up.dtype == one.up.dtype
-        for layer in layers
-    )
+def _alike(one: PlainLora, other: PlainLora) -> bool:
+    return one.scale == other.scale and one.down.dtype == other.down.dtype and one.up.dtype == other.up.dtype
 
 
 class _Copy(NamedTuple):
+    key: tuple[Any, ...]
+    """The dtype, and what everything in `layers` is, by its address."""
     layers: tuple[PlainLora, ...]
     shared: SharedInput
     trained: tuple[Tensor, ...]
@@ -98,7 +103,7 @@ class _Copy(NamedTuple):
     functions: tuple[Fused, ...]
 
     @classmethod
-    def of(cls, layers: Sequence[PlainLora], dtype: torch.dtype) -> _Copy:
+    def of(cls, layers: Sequence[PlainLora], dtype: torch.dtype, key: tuple[Any, ...]) -> _Copy:
         downs = [layer.down.to(dtype) for layer in layers]
         stacked = downs[0]
         if len(layers) > 1:
@@ -117,22 +122,14 @@ class _Copy(NamedTuple):
         if len(layers) > 1:
             functions = [_Together(shared, trained, number) for number in range(len(layers))]
         sources, targets = zip(*copied, strict=True) if copied else ((), ())
-        return cls(tuple(layers), shared, trained, sources, targets, tuple(functions))
+        return cls(key, tuple(layers), shared, trained, sources, targets, tuple(functions))
 
-    def is_of(self, layers: Sequence[PlainLora], dtype: torch.dtype) -> bool:
-        return (
-            self.shared.down.dtype == dtype
-            and len(self.layers) == len(layers)
-            and all(map(_same, self.layers, layers))
-            and all(
-                source.device == target.device and source.shape == target.shape
-                for source, target in zip(self.sources, self.targets, strict=True)
-            )
-        )
-
-
-def _same(one: PlainLora, other: PlainLora) -> bool:
-    return all(a is b for a, b in zip(one[:4], other[:4], strict=True)) and one.scale == other.scale
+    def fits(self) -> bool:
+        """Whether what was copied is where it was, and as large."""
+        for source, target in zip(self.sources, self.targets, strict=True):
+            if source.device != target.device or source.shape != target.shape:
+                return False
+        return True
 
 
 class _Together(NamedTuple):

@@ -53,7 +53,7 @@ class OldLogProbs:
         self.trainer, self.method = trainer, method
         self.window = StepWindow(trainer)
         self._tallies: dict[bool, SamplerTally] = {}  # of training and of evaluation
-        self._adapters: list[Any] | None = None
+        self._adapters: list[tuple[torch.nn.Module, Any]] | None = None
         self._left_out = False
 
     def generate(self, generate: Callable[[Any], dict[str, Any]], inputs: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class OldLogProbs:
         """
         if self._adapters is None or self._left_out or torch.is_grad_enabled() or model is not self.trainer.model:
             return False
-        if adapters_in_force(model) != self._adapters:
+        if any(adapter_in_force(layer) != before for layer, before in self._adapters):
             return False
         self._left_out = True
         self.trainer.vllm_importance_sampling_correction = False
@@ -264,10 +264,16 @@ def _merged(parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return mean, lows.amin().masked_fill(nothing, 0.0), highs.amax().masked_fill(nothing, 0.0)
 
 
-def adapters_in_force(model: torch.nn.Module) -> list[Any]:
+def adapters_in_force(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
     """Which adapters a model computes with, layer by layer; empty without PEFT."""
     return [
-        (module._disable_adapters, tuple(module.active_adapters))
+        (module, adapter_in_force(module))
         for module in model.modules()
-        if hasattr(module, "_disable_adapters") and hasattr(module, "active_adapters")
+        # By the class first: an attribute that a module does not have costs as much as a small kernel.
+        if hasattr(type(module), "active_adapters") and hasattr(module, "_disable_adapters")
     ]
+
+
+def adapter_in_force(layer: torch.nn.Module) -> tuple[bool, tuple[str, ...]]:
+    """Whether a layer's adapters are disabled, and which are active."""
+    return layer._disable_adapters, tuple(layer.active_adapters)

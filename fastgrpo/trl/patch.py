@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import trl.trainer.grpo_trainer as trl_grpo
 import trl.trainer.utils as trl_utils
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -15,8 +16,10 @@ from trl import GRPOTrainer
 from fastgrpo.kernels.backends import Backend, forget_backend, head_backend, note_backend
 from fastgrpo.trl.around import Around
 from fastgrpo.trl.attention import install_attention, remove_attention
+from fastgrpo.trl.checkpointing import CheckpointingDispatcher
 from fastgrpo.trl.clock import StepClock
 from fastgrpo.trl.compat import (
+    CHECKPOINTING_NAME,
     GENERATE_METHOD,
     HEAD_NAME,
     LOSS_METHOD,
@@ -341,11 +344,20 @@ def _enter(handle: Patch) -> None:
     present = getattr(trl_utils, HEAD_NAME)
     if has_fused_head() and not isinstance(present, HeadDispatcher):
         setattr(trl_utils, HEAD_NAME, HeadDispatcher(present))
+    present = getattr(trl_grpo, CHECKPOINTING_NAME, None)
+    if present is not None and not isinstance(present, CheckpointingDispatcher):
+        present = CheckpointingDispatcher(present)
+        setattr(trl_grpo, CHECKPOINTING_NAME, present)
+    if present is not None:
+        present.know(handle.trainer.model)
     _show_backends(handle)
 
 
 def _leave(handle: Patch) -> None:
     _active.discard(handle)
+    present = getattr(trl_grpo, CHECKPOINTING_NAME, None)
+    if isinstance(present, CheckpointingDispatcher):
+        present.forget(handle.trainer.model)
     _restore_if_unused()
 
 
@@ -357,6 +369,9 @@ def _restore_if_unused() -> None:
     present = getattr(trl_utils, HEAD_NAME)
     if isinstance(present, HeadDispatcher):
         setattr(trl_utils, HEAD_NAME, present.original)
+    present = getattr(trl_grpo, CHECKPOINTING_NAME, None)
+    if isinstance(present, CheckpointingDispatcher):
+        setattr(trl_grpo, CHECKPOINTING_NAME, present.original)
     remove_attention()
     remove_layers()
     for name in _BACKEND_NOTES:

@@ -84,9 +84,12 @@ def runs_only_its_forward(module: nn.Module) -> bool:
 
 def compute_dtype(x: Tensor, *weights: Tensor) -> torch.dtype | None:
     """Of the products of x with these weights; None where layers would mix dtypes, or devices."""
-    if any(weight.device != x.device for weight in weights):
-        return None
-    device, dtypes = x.device.type, {x.dtype, *(weight.dtype for weight in weights)}
+    device, dtypes = x.device, {x.dtype}
+    for weight in weights:
+        if weight.device != device:
+            return None
+        dtypes.add(weight.dtype)
+    device = device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device) if dtypes <= _FLOATS else None
     return x.dtype if len(dtypes) == 1 and x.is_floating_point() else None

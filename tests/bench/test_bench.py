@@ -279,3 +279,14 @@ def test_what_the_run_log_costs_is_measured_in_a_real_run(tmp_path: Path) -> Non
     assert main(["log", "--device", "cpu", "--quick", "--threads", "1", "--steps", "3", "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert row["lines"] == 3 and 0 < row["log_cpu_s"] < row["step_cpu_s"]
+
+
+def test_what_an_update_asks_of_the_processor_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    assert main(["host", "--quick", "--threads", "1", "--json", str(path)]) == 0
+    run = json.loads(path.read_text())
+    stock, patched = run["rows"]
+    for count in ("torch ops", "autograd nodes", "Python calls"):
+        assert patched[count] > 0
+        assert run["ratios"][f"{count}: fastgrpo over TRL"] == patched[count] / stock[count]
+    assert patched["autograd nodes"] < stock["autograd nodes"]
