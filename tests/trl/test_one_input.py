@@ -124,15 +124,15 @@ def first_attention(trainer):
     ("lora", "change", "together", "alone"),
     [
         ({"target_modules": ["q_proj", "v_proj"]}, None, 0, 4),
-        ({"rank_pattern": {"q_proj": 2, "v_proj": 6}}, None, 0, 14),
+        ({"rank_pattern": {"q_proj": 2, "v_proj": 6}}, None, 0, 8),
         (
             {"rank_pattern": {"layers.0.self_attn.q_proj": 2}, "alpha_pattern": {"layers.0.self_attn.q_proj": 4}},
             None,
             2,
-            8,
+            2,
         ),
-        ({}, another_scale, 1, 11),
-        ({}, a_hook_on_a_layer, 1, 11),
+        ({}, another_scale, 1, 5),
+        ({}, a_hook_on_a_layer, 1, 5),
     ],
     ids=["no keys", "other scales", "other ranks", "another scale", "a hook"],
 )
