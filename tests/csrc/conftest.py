@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -42,3 +43,22 @@ def csrc_math() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def row_twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """csrc/testing/row_twin.cpp: csrc/cuda/row.h on the CPU."""
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("row_twin")
+    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
+    probe = folder / "probe.cpp"
+    probe.write_text("_Float16 half(float x) { return static_cast<_Float16>(x); }")
+    if subprocess.run([*command, probe, "-o", folder / "probe.so"], capture_output=True, check=False).returncode:
+        pytest.skip("this C++ compiler has no _Float16")
+    made = folder / "row_twin.so"
+    command += [f"-I{ROOT / 'csrc' / 'testing'}", ROOT / "csrc" / "testing" / "row_twin.cpp", "-o", made]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(made))

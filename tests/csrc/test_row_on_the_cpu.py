@@ -5,10 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import os
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,29 +12,9 @@ import torch
 from row_kernels import GIVEN, OBJECTIVE, Params, RowArgs, pitch_of
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
 BF16, FP16 = torch.bfloat16, torch.float16
 SCALE = 4096.0
 ROWS = 40
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """csrc/testing/row_twin.cpp."""
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    folder = tmp_path_factory.mktemp("row_twin")
-    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
-    probe = folder / "probe.cpp"
-    probe.write_text("_Float16 half(float x) { return static_cast<_Float16>(x); }")
-    if subprocess.run([*command, probe, "-o", folder / "probe.so"], capture_output=True, check=False).returncode:
-        pytest.skip("this C++ compiler has no _Float16")
-    made = folder / "row_twin.so"
-    command += [f"-I{ROOT / 'csrc' / 'testing'}", ROOT / "csrc" / "testing" / "row_twin.cpp", "-o", made]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(made))
 
 
 class Case:
@@ -46,7 +22,7 @@ class Case:
 
     def __init__(
         self,
-        twin: ctypes.CDLL,
+        row_twin: ctypes.CDLL,
         products: Tensor,
         targets: Tensor,
         g: Tensor,
@@ -90,7 +66,7 @@ class Case:
             **{name: values.data_ptr() for name, values in self.statistics.items()},
             **{name: None if values is None else values.data_ptr() for name, values in inputs.items()},
         )
-        twin.row_twin(ctypes.byref(args))
+        row_twin.row_twin(ctypes.byref(args))
         self.stored = stored[:, :words]
         self.gradient = self.stored.double() * (self.factors.double()[:, None] if dtype == FP16 else 1.0)
 
@@ -160,10 +136,10 @@ HEADS = {
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("head", HEADS)
-def test_float16_rows_lose_no_digit_to_their_coefficients(twin, size, head):
+def test_float16_rows_lose_no_digit_to_their_coefficients(row_twin, size, head):
     for words, objective, bonus in itertools.product((7, 1000), (True, False), (True, False)):
         h = coefficients(*SIZES[size]) if bonus else None
-        case = Case(twin, *rows_of(words), coefficients(*SIZES[size]), h, objective=objective, **HEADS[head])
+        case = Case(row_twin, *rows_of(words), coefficients(*SIZES[size]), h, objective=objective, **HEADS[head])
         assert case.worst_row() <= 1e-3
         assert case.stored.abs().max() < 2 * SCALE
         assert torch.frexp(case.factors[case.factors != 0]).mantissa.eq(0.5).all()
@@ -173,9 +149,9 @@ def test_float16_rows_lose_no_digit_to_their_coefficients(twin, size, head):
 @pytest.mark.parametrize("words", [2, 3, 4, 5, 7, 100, 257, 2047])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("head", HEADS)
-def test_statistics_and_gradients_equal_float64_at_every_length(twin, words, dtype, head):
+def test_statistics_and_gradients_equal_float64_at_every_length(row_twin, words, dtype, head):
     g, h = coefficients(0.1, 1.0), coefficients(0.01, 0.1)
-    case = Case(twin, *rows_of(words), g, h, dtype, objective=True, **HEADS[head])
+    case = Case(row_twin, *rows_of(words), g, h, dtype, objective=True, **HEADS[head])
     for name, values in case.statistics.items():
         assert (values - case.exact[name]).abs().max() <= 1e-5, name
     # Words share a row's error: two of them may have all of a rounding.
@@ -184,29 +160,29 @@ def test_statistics_and_gradients_equal_float64_at_every_length(twin, words, dty
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("objective", [True, False])
-def test_words_at_minus_infinity_have_no_gradient_at_any_coefficient(twin, dtype, objective):
+def test_words_at_minus_infinity_have_no_gradient_at_any_coefficient(row_twin, dtype, objective):
     products, targets = rows_of(128)
     products[:, 64:], targets = -math.inf, targets % 64
     large = torch.full((ROWS,), 1e12)
-    case = Case(twin, products, targets, large, large, dtype, objective)
+    case = Case(row_twin, products, targets, large, large, dtype, objective)
     assert case.stored.isfinite().all() and case.stored[:, 64:].eq(0).all() and case.worst_row() <= 2**-8
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_so_in_its_row(twin, dtype, bad):
+def test_what_is_not_finite_stays_so_in_its_row(row_twin, dtype, bad):
     products, targets = rows_of(300)
     g = coefficients(1e-5, 1e-4)
-    clean = Case(twin, products, targets, g, dtype=dtype, objective=True)
+    clean = Case(row_twin, products, targets, g, dtype=dtype, objective=True)
     g[7] = bad
     products = products.clone()
     products[9, 20] = math.nan
-    case = Case(twin, products, targets, g, dtype=dtype, objective=True)
+    case = Case(row_twin, products, targets, g, dtype=dtype, objective=True)
     others = [row for row in range(ROWS) if row not in (7, 9)]
     assert not case.stored[7].isfinite().all() and case.stored[9].isnan().all()
     assert torch.equal(case.stored[others], clean.stored[others])
 
 
-def test_bfloat16_has_no_factors(twin):
-    case = Case(twin, *rows_of(100), coefficients(1e-5, 1e-4), dtype=BF16)
+def test_bfloat16_has_no_factors(row_twin):
+    case = Case(row_twin, *rows_of(100), coefficients(1e-5, 1e-4), dtype=BF16)
     assert case.factors.isnan().all()
