@@ -124,6 +124,7 @@ def evaluate_pass_at_1(
     config.num_return_sequences = samples
     at_once = max(1, batch_size // samples)
     answers: list[str] = []
+    correct: list[bool | None] = []
     with _inference(model):
         if temperature is not None:
             _seed(model, seed)
@@ -131,13 +132,15 @@ def evaluate_pass_at_1(
             batch = prompts[start : start + at_once]
             ids, mask = _left_padded(batch, pad, model.device)
             output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-            answers += tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
+            texts = tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
+            asked = (problem for problem in problems[start : start + at_once] for _ in range(samples))
+            with torch.random.fork_rng(devices=_accelerators(model)):  # what a judge draws changes no answer
+                judged = [is_correct(problem, text) for problem, text in zip(asked, texts, strict=True)]
+            answers += texts
+            correct += [None if right is None else bool(right) for right in judged]
             if progress is not None:
                 progress(start + len(batch), len(prompts))
-    asked = (problem for problem in problems for _ in range(samples))
-    judged = [is_correct(problem, answer) for problem, answer in zip(asked, answers, strict=True)]
-    correct = tuple(None if right is None else bool(right) for right in judged)
-    return PassAt1(correct=correct, answers=tuple(answers), samples=samples)
+    return PassAt1(correct=tuple(correct), answers=tuple(answers), samples=samples)
 
 
 def tokenised(

@@ -166,3 +166,25 @@ def test_sampling_leaves_torchs_random_numbers_alone():
     model, state = successor_model(), torch.get_rng_state()
     evaluate_pass_at_1(model, toy_tokenizer(), PROBLEMS, is_correct, max_new_tokens=1, temperature=1.0)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_answers_are_judged_batch_by_batch_and_what_a_judge_draws_changes_none():
+    settings = {"max_new_tokens": 2, "samples": 2, "temperature": 1.0, "batch_size": 2}
+    model = successor_model()
+    undisturbed = evaluate_pass_at_1(model, toy_tokenizer(), PROBLEMS, is_correct, **settings)
+
+    def drawing(problem, text):
+        torch.rand(3)
+        return is_correct(problem, text)
+
+    assert evaluate_pass_at_1(model, toy_tokenizer(), PROBLEMS, drawing, **settings).answers == undisturbed.answers
+    batches = []
+
+    def failing(problem, text):
+        raise RuntimeError("a judge that fails at once")
+
+    with pytest.raises(RuntimeError, match="at once"):
+        evaluate_pass_at_1(
+            model, toy_tokenizer(), PROBLEMS, failing, progress=lambda done, _: batches.append(done), **settings
+        )
+    assert batches == []

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from fastgrpo.tools.doctor.case import Line
 
 _DESCRIPTION = (
-    "Checks what a GRPO run stands on, layer by layer: device, versions, kernels, trained parameters and tokenizer, reward "
-    "functions, rollout path, one tiny step. One line each; stops at the first that is wrong and says what to do."
+    "Checks what a GRPO run stands on, layer by layer: device, versions, kernels, configuration, model, trained parameters and "
+    "tokenizer, reward functions, rollout path, one tiny step. One line each; stops at the first that is wrong and says what "
+    "to do."
 )
 _EXIT_STATUS = """\
 exit status:

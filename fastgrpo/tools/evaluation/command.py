@@ -25,8 +25,8 @@ _DESCRIPTION = (
 _EXIT_STATUS = """\
 exit status:
   0    done
-  1    generating or judging answers failed, or something cannot be written
-  2    wrong usage, or a model, problems or a log that cannot be read
+  1    generating or judging answers failed
+  2    wrong usage, or a file that cannot be used: model, problems, log, answers
   130  interrupted with Ctrl-C; nothing is written
 
 examples:
@@ -63,7 +63,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=["number", "exact", "contains"],
         help="how the answer is found in the text (default: the last number, where answers are numbers, else exact)",
     )
-    judged.add_argument("--reward", metavar="MODULE:NAME", help="a reward function, as TRL calls it, judges instead")
+    judged.add_argument(
+        "--reward", metavar="MODULE:NAME", help="a reward function, as TRL calls it, judges instead; or FILE.py:NAME"
+    )
     parser.add_argument(
         "--solved-at",
         type=_real,
@@ -73,7 +75,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--samples", type=positive, metavar="K", help="also K sampled answers to each problem")
     parser.add_argument(
-        "--temperature", type=_above_zero, metavar="T", help="of the sampling (default: 1.0); with it, --samples is 1"
+        "--temperature",
+        type=_above_zero,
+        metavar="T",
+        help="of the sampling (default: 1.0); without --samples, one answer each",
     )
     parser.add_argument("--no-greedy", action="store_true", help="sampled answers only")
     parser.add_argument(

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastgrpo.tools.evaluate import PassAt1
 from fastgrpo.tools.evaluation.problems import Problem, says_nothing
+from fastgrpo.tools.reward_functions import RewardError
 
 
 def name_of(temperature: float | None, samples: int) -> str:
@@ -30,7 +31,7 @@ class Result:
         rewards: one for every answer, where a reward function judged; empty where none did.
 
     Raises:
-        ValueError: no answer was judged.
+        RewardError: no answer was judged.
     """
 
     found: PassAt1
@@ -39,9 +40,9 @@ class Result:
 
     def __post_init__(self) -> None:
         if not self.found.n:
-            raise ValueError(
-                f"the reward function judged no answer at all: {self._kinds}. None means that it does not apply to a row; give "
-                "problems that it applies to, or another --reward."
+            raise RewardError(
+                f"the reward function judged no answer at all: {self._kinds}",
+                "give problems that it applies to (None says that it does not), or correct it",
             )
 
     @property
