@@ -50,15 +50,15 @@ def examine(spec: str, function: Callable[..., Any], rows: Sequence[Mapping[str,
         function: takes `prompts`, `completions`, `completion_ids`, the dataset's columns, and what TRL's trainer adds.
         rows: of the dataset; completions are a row's own `completion` where it has one, else a few texts and the row's answer.
     """
-    given = sample(rows)
-    count = len(given["prompts"])
     conduct: list[Conduct] = []
     try:
+        given = sample(rows)
         first = call(spec, function, given, conduct)
         second = call(spec, function, sample(rows), conduct)
     except RewardError as error:
         yield Line("rewards", "wrong", str(error), error.remedy)
         return
+    count = len(sample(rows)["prompts"])
     if given != sample(rows):
         yield Line(
             "rewards",
@@ -130,11 +130,20 @@ def short(value: Any) -> str:
 
 
 def sample(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Arguments of a reward function: every prompt with several completions, columns repeated beside them."""
+    """
+    Arguments of a reward function: every prompt with several completions, columns repeated beside them.
+
+    Raises:
+        RewardError: a `completion` that is none.
+    """
     rows = list(rows[:_MOST_ROWS]) or [{"prompt": "What is 6 times 7?"}]
     expanded = []
     for row in rows:
         if "completion" in row:
+            if not isinstance(row["completion"], str | list):
+                raise RewardError(
+                    f"a row's completion is {short(row['completion'])}, neither a text nor messages", "correct the row"
+                )
             expanded.append((row, row["completion"]))
             continue
         truths = [str(row[name]) for name in TRUTHS if name in row]

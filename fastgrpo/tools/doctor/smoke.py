@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from fastgrpo.tools.doctor.case import Case, Line, fault
 from fastgrpo.tools.doctor.trainer import build_trainer
 from fastgrpo.tools.report.rows import duration
 from fastgrpo.tools.report.summary import RunSummary, summarise
+from fastgrpo.trl.twins import PREFIX
 
 STEPS, PROMPTS, ROLLOUTS = 10, 10, 4
 _SMOKE = {
@@ -36,7 +38,7 @@ def check_smoke(case: Case) -> Iterator[Line]:
         with quiet_libraries(), tempfile.TemporaryDirectory() as folder:
             trainer = build_trainer(case, Path(folder), rows=PROMPTS, own_settings=True, **_SMOKE)
             log = Path(folder) / "smoke.jsonl"
-            with fastgrpo.patch(trainer, fastgrpo.Options(run_log=log, on_stale="ignore")):
+            with fastgrpo.patch(trainer, _options(case, log)):
                 trainer.train()
             record = read_run_log(log)
     except Exception as error:  # anything may break in somebody's model, reward or engine
@@ -60,6 +62,15 @@ def check_smoke(case: Case) -> Iterator[Line]:
             "in every step, all rewards of the group were the same: nothing is learned from them",
             "easier prompts, a warmer temperature, or a reward with steps in between",
         )
+
+
+def _options(case: Case, log: Path) -> fastgrpo.Options:
+    """Those that the settings give, with a log to read."""
+    names = {field.name for field in dataclasses.fields(fastgrpo.Options)}
+    given = {name: value for name in names if (value := case.settings.get(PREFIX + name)) is not None}
+    if "mini_batch_size" in given:
+        given["mini_batch_size"] = min(given["mini_batch_size"], ROLLOUTS)
+    return fastgrpo.Options(**{**given, "run_log": log, "on_stale": "ignore"})
 
 
 def _policy_line(record: RunRecord) -> Line:

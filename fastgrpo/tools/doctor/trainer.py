@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -16,6 +17,7 @@ from fastgrpo.tools.checkpoint import load_model, load_tokenizer
 from fastgrpo.tools.demo.toy import toy_model, toy_tokenizer
 from fastgrpo.tools.doctor.case import Case
 from fastgrpo.tools.reward_functions import guarded
+from fastgrpo.tools.wording import ToolError, reason
 
 _ROWS = ({"prompt": "1+1="}, {"prompt": "12+30="})
 _NOT_OURS = {"output_dir", "logging_dir", "push_to_hub", "hub_token", "resume_from_checkpoint", "deepspeed", "fsdp"}
@@ -56,7 +58,7 @@ def build_trainer(case: Case, folder: Path, *, rows: int = 2, own_settings: bool
         model=model,
         reward_funcs=[guarded(spec) for spec in case.rewards] or _different_characters,
         args=GRPOConfig(**settings),
-        train_dataset=Dataset.from_list(_dataset(case, rows)),
+        train_dataset=_dataset(case, rows),
         processing_class=tokenizer,
         peft_config=_lora(case),
     )
@@ -75,9 +77,15 @@ def _policy(case: Case, gpu: bool) -> tuple[Any, Any]:
     return model, None if sees else load_tokenizer(str(case.model))  # TRL finds the processor
 
 
-def _dataset(case: Case, rows: int) -> list[dict[str, Any]]:
+def _dataset(case: Case, rows: int) -> Dataset:
     source = [{name: value for name, value in row.items() if name != "completion"} for row in case.rows or _ROWS]
-    return [source[number % len(source)] for number in range(rows)]
+    try:
+        return Dataset.from_list([source[number % len(source)] for number in range(rows)])
+    except pyarrow.ArrowException as error:
+        raise ToolError(
+            f"a column of the rows holds values of more than one kind, so they are no dataset: {reason(error)}",
+            "write numbers, texts or conversations throughout a column",
+        ) from error
 
 
 def _lora(case: Case) -> LoraConfig | None:

@@ -20,7 +20,7 @@ from fastgrpo.tools.doctor.case import Case, rewards_of
 from fastgrpo.tools.doctor.machine import check_device, check_kernels, check_rollouts, check_versions
 from fastgrpo.tools.doctor.policy import check_policy, check_settings, check_tokenizer
 from fastgrpo.tools.doctor.rewards import check_rewards, examine, sample
-from fastgrpo.tools.doctor.tiny_step import examine_step
+from fastgrpo.tools.doctor.tiny_step import check_step, examine_step
 from fastgrpo.tools.wording import ToolError
 
 
@@ -214,6 +214,16 @@ def test_rewards_that_cannot_teach(reward, status, said):
 def test_constants_are_wrong_where_the_users_own_completions_should_differ():
     rows = [{"prompt": "p", "completion": "good"}, {"prompt": "p", "completion": "bad"}]
     assert only(examine("mine", lambda completions, **_: [0.0] * len(completions), rows)).status == "wrong"
+
+
+def test_completions_of_the_users_that_are_none():
+    line = only(examine("mine", lambda completions, **_: [1.0], [{"prompt": "p", "completion": 3}]))
+    assert line.status == "wrong" and "a row's completion is 3" in line.text
+
+
+def test_columns_of_more_than_one_kind_are_no_dataset():
+    line = only(check_step(Case(rows=[{"prompt": "1+1=", "answer": 2}, {"prompt": "2+2=", "answer": "four"}])))
+    assert line.status == "wrong" and "values of more than one kind" in line.text and "throughout" in line.remedy
 
 
 def test_rewards_that_differ_between_two_calls():

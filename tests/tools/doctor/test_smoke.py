@@ -10,7 +10,7 @@ import pytest
 from fastgrpo.tools import cli
 from fastgrpo.tools.demo.toy import toy_model, toy_tokenizer
 from fastgrpo.tools.doctor.case import Case
-from fastgrpo.tools.doctor.smoke import _memory, _policy_line, check_smoke
+from fastgrpo.tools.doctor.smoke import _memory, _options, _policy_line, check_smoke
 
 SHORT = {"max_completion_length": 4, "learning_rate": 1e-4}
 
@@ -57,6 +57,13 @@ def test_equal_rewards_in_every_step_are_hinted_at(tmp_path):
     spec = reward_file(tmp_path, "return [0.0] * len(completions)")
     lines = list(check_smoke(Case(rewards=(spec,), settings=SHORT)))
     assert lines[-1].status == "hint" and "nothing is learned" in lines[-1].text
+
+
+def test_options_of_the_configuration_hold_in_the_smoke_run(tmp_path):
+    settings = {"fastgrpo_packing": "left", "fastgrpo_mini_batch_size": 16, "fastgrpo_on_stale": "error", "beta": 0.1}
+    options = _options(Case(settings=settings), tmp_path / "log.jsonl")
+    assert (options.packing, options.mini_batch_size, options.on_stale) == ("left", 4, "ignore")
+    assert options.run_log == tmp_path / "log.jsonl"
 
 
 def test_a_sampler_whose_weights_stay_old_is_wrong():
