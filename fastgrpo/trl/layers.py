@@ -81,7 +81,7 @@ def install_layers(models: Iterable[nn.Module]) -> None:
             _install(kind, "forward", _owner_dispatcher(kind, own, PROJECTIONS))
         elif _does_as(own, _rms_norm_of_transformers):
             _install(kind, "forward", _layer_dispatcher(kind, own, _rms_norm))
-        elif _does_as(own, _gated_mlp_of_transformers):
+        elif any(_does_as(own, known) for known in (_gated_mlp_of_transformers, _gated_mlp_of_towers)):
             _install(kind, "forward", _layer_dispatcher(kind, own, _gated_mlp))
         home = sys.modules.get(kind.__module__)
         rotate, half = (getattr(home, name, None) for name in ("apply_rotary_pos_emb", "rotate_half"))
@@ -234,6 +234,10 @@ def _rms_norm_of_transformers(self, hidden_states):
 def _gated_mlp_of_transformers(self, x):
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
+
+
+def _gated_mlp_of_towers(self, hidden_state):
+    return self.down_proj(self.act_fn(self.gate_proj(hidden_state)) * self.up_proj(hidden_state))
 
 
 def _rotary_of_transformers(q, k, cos, sin, unsqueeze_dim=1):

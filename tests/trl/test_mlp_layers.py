@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from test_layers import PLAIN, RUN, compare, scored, trained
 from tiny import tiny_model, tiny_trainer
+from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
 import fastgrpo
 from fastgrpo.trl import mlp_layers
+from fastgrpo.trl.layers import FusedLayers, layers_installed
 
 CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
@@ -70,61 +74,100 @@ def test_without_gradients_and_under_autocast(tmp_path, ran):
     assert all(mlp.dtype == torch.bfloat16 for mlp in ran)
 
 
-def mlps(trainer):
-    return [module for module in trainer.model.modules() if type(module).__name__.endswith("MLP")]
+def kind_of(name: str) -> type[torch.nn.Module]:
+    """A class of transformers by its model and its own name."""
+    model, kind = name.split(".")
+    return getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), kind)
+
+
+class Holder(torch.nn.Module):
+    """A model that is one MLP with adapters that have left their start."""
+
+    def __init__(self, kind: str = "llama.LlamaMLP") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2, mlp_bias=True)
+        self.mlp = kind_of(kind)(config)
+        lora = LoraConfig(r=3, target_modules=["gate_proj", "up_proj", "down_proj"], init_lora_weights="gaussian")
+        inject_adapter_in_model(lora, self)
+        for name, parameter in self.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+
+    def outcome(self, fused: bool) -> list[torch.Tensor]:
+        x = torch.randn(5, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        with layers_installed([self]), FusedLayers(fused).in_use():
+            torch.manual_seed(0)
+            out = self.mlp(x)
+        self.zero_grad()
+        out.square().sum().backward()
+        return [out.detach(), x.grad, *(p.grad for p in self.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama.LlamaMLP", "qwen2.Qwen2MLP", "mistral.MistralMLP", "smollm3.SmolLM3MLP", "qwen2_5_vl.Qwen2_5_VLMLP"]
+)
+def test_mlps_with_their_code_are_fused_in_every_model(kind, ran):
+    holder = Holder(kind)
+    compare(holder.outcome(True), holder.outcome(False))
+    assert len(ran) == 1
+    assert not hasattr(kind_of(kind).forward, "fastgrpo_original")
+
+
+@pytest.mark.parametrize("kind", ["phi3.Phi3MLP", "gpt2.GPT2MLP", "phi.PhiMLP"])
+def test_mlps_with_other_code_are_not(kind):
+    mlp = kind_of(kind).__new__(kind_of(kind))
+    torch.nn.Module.__init__(mlp)
+    with layers_installed([mlp]):
+        assert not hasattr(kind_of(kind).forward, "fastgrpo_original")
 
 
 def hook_on(name):
-    def change(trainer):
-        mlps(trainer)[0].get_submodule(name).register_forward_hook(lambda *_: None)
+    def change(mlp):
+        mlp.get_submodule(name).register_forward_hook(lambda *_: None)
 
     change.__name__ = f"hook_on_{name}"
     return change
 
 
-def own_forward(trainer):
-    layer = mlps(trainer)[0].up_proj
-    layer.forward = type(layer).forward.__get__(layer)
+def own_forward(mlp):
+    mlp.up_proj.forward = type(mlp.up_proj).forward.__get__(mlp.up_proj)
 
 
-def dropout_in_one(trainer):
-    mlps(trainer)[0].down_proj.lora_dropout["default"] = torch.nn.Dropout(0.5)
+def dropout_in_one(mlp):
+    mlp.down_proj.lora_dropout["default"] = torch.nn.Dropout(0.5)
 
 
-def frozen_part_that_trains(trainer):
-    mlps(trainer)[0].gate_proj.base_layer.weight.requires_grad_()
+def frozen_part_that_trains(mlp):
+    mlp.gate_proj.base_layer.weight.requires_grad_()
 
 
-def another_activation(trainer):
-    mlps(trainer)[0].act_fn = torch.nn.GELU()
+def bias_that_trains(mlp):
+    mlp.gate_proj = mlp.gate_proj.base_layer
+    mlp.gate_proj.bias.requires_grad_()
 
 
-def another_linear(trainer):
+def another_activation(mlp):
+    mlp.act_fn = torch.nn.GELU()
+
+
+def another_linear(mlp):
     """As a quantised one is."""
-    base = mlps(trainer)[0].gate_proj.base_layer
-    base.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
+    mlp.gate_proj.base_layer.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
 
 
 @pytest.mark.parametrize(
     "change",
     [
         *map(hook_on, ("gate_proj", "act_fn", "down_proj.base_layer", "up_proj.lora_A.default")),
-        *(own_forward, dropout_in_one, frozen_part_that_trains, another_activation, another_linear),
+        *(own_forward, dropout_in_one, frozen_part_that_trains, bias_that_trains, another_activation, another_linear),
     ],
     ids=lambda change: change.__name__,
 )
-def test_an_mlp_that_is_more_than_plain_layers_runs_its_own_forward(change, tmp_path, ran):
-    trainer = trained(tmp_path, "llama")
-    change(trainer)
-    expected, found = both(trainer, ran)
-    compare(found, expected)
-    assert len(ran) == 1
-
-
-@pytest.mark.parametrize("model", ["gemma2 softcap", "phi bias"])
-def test_other_mlps_are_left_alone(model, tmp_path, ran):
-    expected, found = both(trained(tmp_path, model), ran)
-    compare(found, expected)
+def test_an_mlp_that_is_more_than_plain_layers_runs_its_own_forward(change, ran):
+    holder = Holder()
+    change(holder.mlp)
+    compare(holder.outcome(True), holder.outcome(False))
     assert not ran
 
 
