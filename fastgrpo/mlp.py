@@ -1,9 +1,9 @@
 """The gated MLP of a transformer (SwiGLU, Shazeer 2020, eq. 6) as one function: `y = down(silu(gate(x)) * up(x))`.
 
-Its three linear layers are frozen, with or without a low-rank adapter each; their products are those of `fastgrpo.lora`. With I
-the width between them, larger than x by a factor of 3 to 5, gate, up, their product and the gradients of all three are six
-`[N, I]` matrices in a layer's backward pass, and silu(gate) and its gradient two more. Here there are at most three blocks of
-their rows, `[n, I]`, since every row is by itself:
+Its three linear layers are frozen, with or without a low-rank adapter each; their products are those of `fastgrpo.lora`. Run
+one by one they have seven matrices `[N, I]` alive at once in their backward pass, with I, the width between them, 3 to 5 times
+that of x: gate, silu(gate), up, their product, and gradients. Here it is three blocks of rows `[n, I]`, since every row is by
+itself:
 
     forward     block by block: gate and up; the product over gate; y
     backward    block by block: the product's gradient; gate's, up's and the product itself in their places; dx, dA and dB
@@ -96,9 +96,9 @@ class _Saved(NamedTuple):
     gate: Tensor | None = None
     """`[N, I]`, and so is up."""
     up: Tensor | None = None
-    narrow_gate: Tensor | None = None
+    hidden_gate: Tensor | None = None
     """Of gate's adapter, `s x A^T`, `[N, r]`; None without one."""
-    narrow_up: Tensor | None = None
+    hidden_up: Tensor | None = None
 
 
 def _forward(rows: Tensor, mlp: GatedMlp, out: Tensor, save: bool = False) -> _Saved:
@@ -106,19 +106,19 @@ def _forward(rows: Tensor, mlp: GatedMlp, out: Tensor, save: bool = False) -> _S
     gate, up, down = _in_dtype(mlp)
     blocks = _blocks(rows.shape[0], gate.weight)
     width, most = gate.weight.shape[0], blocks[0].stop
-    narrow_gate, narrow_up = _narrow(rows, gate), _narrow(rows, up)
+    hidden_gate, hidden_up = _hidden(rows, gate), _hidden(rows, up)
     whole = [rows.new_empty(rows.shape[0] if save else most, width) for _ in range(2)]
     product = rows.new_empty(most, width) if save else whole[0]
     for block in blocks:
         part = block if save else slice(block.stop - block.start)
         new_gate, new_up = whole[0][part], whole[1][part]
         new_product = product[: block.stop - block.start]
-        _project(rows[block], _part(narrow_gate, block), gate, new_gate)
-        _project(rows[block], _part(narrow_up, block), up, new_up)
+        _project(rows[block], _part(hidden_gate, block), gate, new_gate)
+        _project(rows[block], _part(hidden_up, block), up, new_up)
         swiglu(new_gate, new_up, new_product)
-        _project(new_product, _narrow(new_product, down), down, out[block])
-    adapted = narrow_gate is not None or narrow_up is not None
-    return _Saved(rows if adapted else None, *whole, narrow_gate, narrow_up)
+        _project(new_product, _hidden(new_product, down), down, out[block])
+    adapted = hidden_gate is not None or hidden_up is not None
+    return _Saved(rows if adapted else None, *whole, hidden_gate, hidden_up)
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -164,35 +164,32 @@ def _backward(
 ) -> Tensor | None:
     """dx, `[N, H]`, where needed; the sums, of A and B of gate, up and down, receive what theirs get."""
     gate, up, down = _in_dtype(mlp)
-    rows, whole_gate, whole_up, narrow_gate, narrow_up = saved
+    rows, whole_gate, whole_up, hidden_gate, hidden_up = saved
     if whole_gate is None:
-        narrow_gate, narrow_up = _narrow(rows, gate), _narrow(rows, up)
+        hidden_gate, hidden_up = _hidden(rows, gate), _hidden(rows, up)
     blocks = _blocks(grad.shape[0], gate.weight)
     buffers = [grad.new_empty(blocks[0].stop, gate.weight.shape[0]) for _ in range(3)]
     grad_rows = grad.new_empty(grad.shape[0], gate.weight.shape[1]) if needs_rows else None
     for block in blocks:
         grad_gate, grad_up, product = (buffer[: block.stop - block.start] for buffer in buffers)
-        hidden_gate, hidden_up = _part(narrow_gate, block), _part(narrow_up, block)
+        hidden = _part(hidden_gate, block), _part(hidden_up, block)
         if whole_gate is None:
             old_gate, old_up = grad_gate, grad_up
-            _project(rows[block], hidden_gate, gate, old_gate)
-            _project(rows[block], hidden_up, up, old_up)
+            _project(rows[block], hidden[0], gate, old_gate)
+            _project(rows[block], hidden[1], up, old_up)
         else:
             old_gate, old_up = whole_gate[block], whole_up[block]
-        narrow = _narrow_grad(grad[block], down)
+        narrow = _narrow(grad[block], down)
         _sum_products([(narrow, grad[block], down)], product)
         trains = sums[4] is not None or sums[5] is not None
         swiglu_grad(old_gate, old_up, product, grad_gate, grad_up, product if trains else None)
         if trains:
-            _add_adapter(sums[4:], narrow, product, grad[block], _narrow(product, down))
+            _add_adapter(sums[4:], narrow, product, grad[block], _hidden(product, down))
         parts = []
-        for of_layer, hidden, layer, its in (
-            (grad_gate, hidden_gate, gate, sums[:2]),
-            (grad_up, hidden_up, up, sums[2:4]),
-        ):
-            narrow = _narrow_grad(of_layer, layer)
-            parts.append((narrow, of_layer, layer))
-            _add_adapter(its, narrow, None if rows is None else rows[block], of_layer, hidden)
+        for number, (layer, grad_layer) in enumerate(((gate, grad_gate), (up, grad_up))):
+            narrow = _narrow(grad_layer, layer)
+            parts.append((narrow, grad_layer, layer))
+            _add_adapter(sums[2 * number : 2 * number + 2], narrow, _part(rows, block), grad_layer, hidden[number])
         if grad_rows is not None:
             _sum_products(parts, grad_rows[block])
     return grad_rows
@@ -218,22 +215,22 @@ def _sum_products(parts: Sequence[tuple[Tensor | None, Tensor, Adapted | Frozen]
         out.addmm_(a, b)
 
 
-def _project(rows: Tensor, narrow: Tensor | None, layer: Adapted | Frozen, out: Tensor) -> None:
+def _project(rows: Tensor, hidden: Tensor | None, layer: Adapted | Frozen, out: Tensor) -> None:
     """Writes `x W^T + b + h B^T`."""
     if layer.bias is None:
         torch.mm(rows, layer.weight.t(), out=out)
     else:
         torch.addmm(layer.bias, rows, layer.weight.t(), out=out)
-    if narrow is not None:
-        out.addmm_(narrow, layer.up.t())
+    if hidden is not None:
+        out.addmm_(hidden, layer.up.t())
 
 
-def _narrow(rows: Tensor, layer: Adapted | Frozen) -> Tensor | None:
+def _hidden(rows: Tensor, layer: Adapted | Frozen) -> Tensor | None:
     """h, `s x A^T`."""
     return _scaled_product(rows, layer.down.t(), layer.scale) if isinstance(layer, Adapted) else None
 
 
-def _narrow_grad(grad: Tensor, layer: Adapted | Frozen) -> Tensor | None:
+def _narrow(grad: Tensor, layer: Adapted | Frozen) -> Tensor | None:
     """g, `s dy B`."""
     return _scaled_product(grad, layer.up, layer.scale) if isinstance(layer, Adapted) else None
 
@@ -245,9 +242,10 @@ def _part(rows: Tensor | None, block: slice) -> Tensor | None:
 def _in_dtype(mlp: GatedMlp) -> Iterator[Adapted | Frozen]:
     """The three layers with weights and biases in the products' dtype."""
     for layer in mlp[:3]:
-        weight, bias = (None if x is None or x.dtype == mlp.dtype else x.to(mlp.dtype) for x in layer[:2])
-        changed = {name: x for name, x in (("weight", weight), ("bias", bias)) if x is not None}
-        yield layer._replace(**changed) if changed else layer
+        if any(x is not None and x.dtype != mlp.dtype for x in layer[:2]):
+            weight, bias = (None if x is None else x.to(mlp.dtype) for x in layer[:2])
+            layer = layer._replace(weight=weight, bias=bias)
+        yield layer
 
 
 def _empty_output(rows: Tensor, mlp: GatedMlp) -> Tensor:
