@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,6 +33,10 @@ def examine(case: Case, checks: Checks, busy: Callable[[str], AbstractContextMan
         with busy(name):
             try:
                 lines = list(check(case))
+            except KeyboardInterrupt:
+                # Reward functions that TRL still awaits in its thread would be mourned when the interpreter ends.
+                logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+                raise
             except Exception as error:  # nothing that a check expects: a library's, or a mistake here
                 lines = [fault(name, error)]
         for line in lines:
