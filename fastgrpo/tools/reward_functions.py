@@ -227,7 +227,7 @@ def call(
     with contained(spec, f"{_SURVIVE}; here each is {form}, as the prompts are") as observed:
         result = function(**given)
         if inspect.isawaitable(result):
-            if not _is_async(function):
+            if not is_async(function):
                 result.close() if inspect.iscoroutine(result) else None
                 raise RewardError(
                     f"{spec} returns something to await, and is no `async def` itself, so TRL would not await it",
@@ -258,7 +258,7 @@ def guarded(spec: str) -> Callable[..., Any]:
         with _named(spec):  # several run at once, in a thread: nothing of the whole process is touched
             return await function(**arguments)
 
-    wrapped = asynchronous if _is_async(function) else sync
+    wrapped = asynchronous if is_async(function) else sync
     wrapped.__name__ = getattr(function, "__name__", spec.rpartition(":")[2])
     return wrapped
 
@@ -267,7 +267,8 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call gives something to await: of an `async def`, bound or not, or of an object whose `__call__` is one."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -300,3 +301,14 @@ def _check_signature(spec: str, function: Callable[..., Any], arguments: Mapping
             f"{spec} does not take {', '.join(unexpected)}, which TRL passes to it ({reason(error)})",
             "add **kwargs to its arguments",
         ) from error
+
+
+def is_number(value: Any) -> bool:
+    """Whether TRL can make a reward of a value."""
+    if isinstance(value, str | bytes):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    return True

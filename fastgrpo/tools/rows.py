@@ -8,6 +8,8 @@ from typing import Any
 
 from fastgrpo.tools.wording import ToolError, reason
 
+TRUTHS = ("answer", "solution", "ground_truth", "target", "label")
+"""Columns that may hold the right answer."""
 _JSON_LINES = (".jsonl", ".ndjson")
 _OTHER_FORMS = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".xlsx", ".yaml", ".yml", ".gz", ".zip", ".pkl")
 _WRITE = 'write one JSON object a line, {"prompt": ..., "answer": ...}, into a .jsonl file'

@@ -5,12 +5,19 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any
 
 import fastgrpo
 
 _MOST_CHARACTERS = 400
 _NOT_THE_USERS = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib", "platlib")]
 _NOT_THE_USERS.append(Path(fastgrpo.__file__).parent)
+
+
+def short(value: Any) -> str:
+    """A value as it stands in a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."
 
 
 class ToolError(ValueError):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import trl.trainer.utils as trl_utils
+
 from fastgrpo.tools.doctor.case import Case, Line
-from fastgrpo.tools.reward_functions import Conduct, RewardError, call, load_function
+from fastgrpo.tools.reward_functions import Conduct, RewardError, call, is_async, is_number, load_function
+from fastgrpo.tools.rows import TRUTHS
+from fastgrpo.tools.wording import short
 
 _COMPLETIONS = ("", "42", "The answer is 42.", "<think>6 times 7</think>\n\\boxed{42}")
-TRUTHS = ("answer", "solution", "ground_truth", "target", "label")
-"""Columns that may hold the right answer."""
 _MOST_ROWS = 4
 _LARGEST = 3.4028234663852886e38
 """Of float32, which TRL keeps rewards in; beyond it they are infinite."""
@@ -58,6 +61,10 @@ def examine(spec: str, function: Callable[..., Any], rows: Sequence[Mapping[str,
     except RewardError as error:
         yield Line("rewards", "wrong", str(error), error.remedy)
         return
+    if is_async(function) and not _awaited_by_trl(function):
+        text = f"{spec} is an object with an asynchronous __call__, which this TRL would not await"
+        yield Line("rewards", "wrong", text, "make it an `async def`")
+        return
     count = len(sample(rows)["prompts"])
     if given != sample(rows):
         yield Line(
@@ -75,6 +82,10 @@ def examine(spec: str, function: Callable[..., Any], rows: Sequence[Mapping[str,
             "change it back, or use absolute paths",
         )
     yield _judge(spec, first, second, count, any("completion" in row for row in rows))
+
+
+def _awaited_by_trl(function: Callable[..., Any]) -> bool:
+    return getattr(trl_utils, "is_async_callable", inspect.iscoroutinefunction)(function)
 
 
 def _judge(spec: str, first: Any, second: Any, count: int, own_completions: bool) -> Line:
@@ -123,12 +134,6 @@ def _judge(spec: str, first: Any, second: Any, count: int, own_completions: bool
     return Line("rewards", "ok", f"{spec}: {min(known):g} to {max(known):g} on {count} completions, the same twice")
 
 
-def short(value: Any) -> str:
-    """A value as it stands in a message."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "..."
-
-
 def sample(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     Arguments of a reward function: every prompt with several completions, columns repeated beside them.
@@ -156,14 +161,3 @@ def sample(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = set().union(*rows) - {"prompt", "completion"}
     columns = {name: [row.get(name) for row, _ in expanded] for name in sorted(names)}
     return {"prompts": prompts, "completions": completions, "completion_ids": [[0]] * len(prompts), **columns}
-
-
-def is_number(value: Any) -> bool:
-    """Whether TRL can make a reward of a value."""
-    if isinstance(value, str | bytes):
-        return False
-    try:
-        float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return False
-    return True

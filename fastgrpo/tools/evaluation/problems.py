@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.tools.doctor.rewards import TRUTHS, is_number, short
-from fastgrpo.tools.reward_functions import RewardError, call
-from fastgrpo.tools.rows import read_rows
-from fastgrpo.tools.wording import ToolError
+from fastgrpo.tools.reward_functions import RewardError, call, is_number
+from fastgrpo.tools.rows import TRUTHS, read_rows
+from fastgrpo.tools.wording import ToolError, short
 
 MATCHES = ("number", "exact", "contains")
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")

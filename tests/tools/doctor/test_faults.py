@@ -249,6 +249,18 @@ def test_asynchronous_rewards_are_awaited():
     assert only(examine("mine", reward, [])).status == "ok"
 
 
+def test_an_asynchronous_object_that_this_trl_would_not_await(monkeypatch):
+    class Judge:
+        async def __call__(self, completions, **_):
+            return [float(len(text)) for text in completions]
+
+    monkeypatch.setattr("trl.trainer.utils.is_async_callable", lambda function: True, raising=False)
+    assert only(examine("mine", Judge(), [])).status == "ok"
+    monkeypatch.delattr("trl.trainer.utils.is_async_callable")
+    line = only(examine("mine", Judge(), []))
+    assert line.status == "wrong" and "this TRL would not await" in line.text
+
+
 def test_a_sample_has_the_datasets_columns_its_answers_and_the_prompts_form():
     arguments = sample([{"prompt": [{"role": "user", "content": "2+2"}], "answer": 4, "level": "easy"}])
     assert arguments["completions"][-1] == [{"role": "assistant", "content": "4"}]
