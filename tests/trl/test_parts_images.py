@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 from test_parts import Alive
 from tiny import tiny_trainer
-from tiny_images import vision_settings
+from tiny_images import OTHERS, other_batch, other_model, vision_settings
 from torch import Tensor
 from trl import GRPOTrainer
 from twins import twins
@@ -158,6 +158,30 @@ def test_a_pass_without_gradient_keeps_its_own_batch_size_too(rows_a_forward, tm
         )
         assert (scored() - expected).abs().max() <= 1e-5
     assert sum(sizes) == 8 and max(sizes) == 2
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_of_other_families_give_the_same_in_parts(name, tmp_path):
+    settings = vision_settings([1, 1, 1, 1]) | {"model": other_model(name), "lora": False}
+    trainer = tiny_trainer(tmp_path, **settings)
+    ids, mask, images = other_batch(name, [0, 1, 3, 1])
+
+    def scored() -> dict[str, Tensor]:
+        trainer.model.train()
+        trainer.model.zero_grad(set_to_none=True)
+        logprobs = getattr(trainer, SCORING_METHOD)(trainer.model, ids, mask, 6, **images)[0] * mask[:, -6:]
+        (logprobs * torch.arange(1.0, 7.0).cos()).sum().backward()
+        found = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+        return {"log-probs": logprobs.detach()} | found
+
+    stock = scored()
+    for options in ({"mini_batch_size": 1}, {"max_tokens_per_microbatch": 40}):
+        with fastgrpo.patch(trainer, fastgrpo.Options(**options)):
+            ours = scored()
+        assert ours.keys() == stock.keys()
+        for part, value in stock.items():
+            worst = float((ours[part] - value).abs().max())
+            assert worst <= 1e-5 * max(1.0, float(value.abs().max())), (options, part, worst)
 
 
 def numbered(*shape: int) -> Tensor:
