@@ -31,6 +31,7 @@ from fastgrpo.tools.wording import ToolError, reason
 
 ADAPTER = "adapter_config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _AT_LEAST_ONE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _LONGER_ROPE = ("linear", "dynamic", "yarn", "longrope")
@@ -137,6 +138,16 @@ def check_files(folder: Path) -> list[Path]:
     for file in files:
         _check_file(file)
     return files
+
+
+def check_adapter_files(folder: Path) -> None:
+    """Whether the weights of an adapter are there and whole; ToolError where not. PEFT would look for them elsewhere."""
+    file = next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).exists()), None)
+    if file is None:
+        raise ToolError(
+            f"{folder} has no weights of its adapter: neither {' nor '.join(_ADAPTER_WEIGHTS)}", "copy them there"
+        )
+    _check_file(file)
 
 
 def _weight_files(folder: Path) -> list[Path]:

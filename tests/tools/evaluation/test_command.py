@@ -6,6 +6,7 @@ import json
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from successor import successor_model
 
 from fastgrpo.runlog import RunLog, read_run_log
@@ -176,6 +177,27 @@ def test_an_adapter_is_loaded_over_its_base(model, problems, tmp_path, capsys):
     assert line["step"] == 7 and line["pass_at_1"] == pytest.approx(4 / 6)
 
 
+def test_an_adapter_that_is_not_whole_or_of_another_base_is_said(model, problems, tmp_path, capsys):
+    adapted = get_peft_model(successor_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    adapted.peft_config["default"].base_model_name_or_path = str(model)
+    adapted.save_pretrained(tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+
+    def refused():
+        assert evaluate(tmp_path / "adapter", problems) == 2
+        return capsys.readouterr().err
+
+    save_file({name: tensor for name, tensor in tensors.items() if "q_proj" in name}, weights)
+    assert "lacks layers that its adapter_config.json has" in refused()
+    save_file({name: tensor[:1].contiguous() for name, tensor in tensors.items()}, weights)
+    assert "does not fit its base" in refused()
+    weights.write_bytes(weights.read_bytes()[:300])
+    assert "is damaged or cut short" in refused()
+    weights.unlink()  # PEFT would look for it on the Hub
+    assert "has no weights of its adapter" in refused()
+
+
 def test_before_and_after_are_in_the_log_and_in_the_report(model, problems, tmp_path, capsys):
     run = tmp_path / "run"
     with RunLog(run / "log.jsonl", model="m", options=None) as log:
@@ -225,7 +247,7 @@ def test_wrong_input_is_said_before_any_answer(options, message, model, problems
 
 def test_a_folder_that_is_no_model_is_said(problems, tmp_path, capsys):
     assert evaluate(tmp_path / "nothing", problems) == 2
-    assert "there is no folder or file" in capsys.readouterr().err
+    assert "no model of that name in the local cache" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert evaluate(tmp_path / "empty", problems) == 2
     assert "has no config.json" in capsys.readouterr().err
