@@ -157,9 +157,9 @@ def compare(setting: Setting, device: torch.device, quick: bool) -> dict[str, An
     plan = fastgrpo.estimate_memory(
         config,
         lora_rank=None if setting.full else 16,
-        lora_targets=tuple(LORA_LAYERS),
+        lora_targets=None if setting.full else tuple(LORA_LAYERS),
         dtype=setting.dtype,
-        autocast=autocast,
+        mixed_precision="bf16" if autocast else "no",
         checkpointing=setting.checkpointing,
         prompt_length=setting.prompt,
         completion_length=setting.completion,

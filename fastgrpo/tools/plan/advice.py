@@ -73,12 +73,21 @@ def _candidates(settings: PlanSettings) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "--offload-activations (to host memory)", {"offload_activations": True}
     if not settings.checkpointing:
         yield "--checkpointing", {"checkpointing": True}
-    if not settings.share_prefix:
+    if settings.packing in ("left", "none"):
+        yield "--packing auto (no padding, a prompt once)", {"packing": "auto", "share_prefix": True}
+    elif not settings.share_prefix:
         yield "--share-prefix", {"share_prefix": True}
     if settings.micro_batch > 1:
         half = settings.micro_batch // 2
-        steps = -(-settings.micro_batch * settings.accumulation // half)
-        yield f"--micro-batch {half} --accumulation {steps}", {"micro_batch": half, "accumulation": steps}
+        changes = {"micro_batch": half, "accumulation": -(-settings.micro_batch * settings.accumulation // half)}
+        if settings.steps_per_generation is not None:
+            changes["steps_per_generation"] = -(-settings.rollouts // half)
+        yield " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items()), changes
+    if settings.rollout == "transformers" and settings.together > settings.accumulation:
+        yield (
+            f"--steps-per-generation {settings.accumulation} (fewer sequences generated at once)",
+            {"steps_per_generation": settings.accumulation},
+        )
     if settings.sequences > 1 and settings.head == "fastgrpo":
         half = settings.sequences // 2
         yield f"--mini-batch {half} (activations recomputed)", {"mini_batch": half}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgrpo.tools.arguments import DONE, FAILED, USAGE, console, number, positive, print_json
-from fastgrpo.tools.plan.settings import CHOICES, PlanSettings
+from fastgrpo.tools.plan.settings import ALL_LINEAR, CHOICES, PlanSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,16 +31,17 @@ exit status:
   130  interrupted with Ctrl-C
 
 example:
-  fastgrpo plan ./Qwen3-1.7B --capacity 16 --lora-rank 16 --beta 0.04 \\
+  fastgrpo plan ./Qwen3-1.7B --capacity 16 --lora-rank 16 --dtype bfloat16 \\
       --prompt-length 256 --completion-length 512 --micro-batch 8 --picture plan.png
 """
 _HELP = {
     "capacity_gb": "memory of a device in GB (default: that of the GPU here, else not judged)",
     "lora_rank": "rank of the adapter (default: full fine-tuning)",
-    "lora_targets": "layers with an adapter: all-linear, a regular expression, or names with commas",
+    "lora_targets": "layers with an adapter: all-linear, names with commas, or a regular expression that matches whole names "
+    "(default with --lora-rank: all-linear)",
     "quantization": "the base's linear layers in 4 bit (NF4) or 8 bit",
-    "dtype": "of the weights",
-    "autocast": "products in 16 bit, as with TRL's bf16=True",
+    "dtype": "of the weights; TRL loads a model that it is given by name in float32",
+    "mixed_precision": "products in 16 bit, as with TRL's bf16=True or fp16=True; no: in --dtype",
     "optimizer": "adamw keeps its states in the dtype of what trains, adamw_fp32 in float32 beside a float32 copy",
     "beta": "weight of the KL term; above 0 a reference is needed",
     "reference": "auto: the disabled adapter with LoRA, else a second model",
@@ -48,14 +50,19 @@ _HELP = {
     "completion_length": "tokens of the longest completion",
     "longest_row": "tokens of the longest prompt and completion together, where that is less than both lengths",
     "micro_batch": "sequences in a forward (per_device_train_batch_size)",
-    "accumulation": "micro-batches generated together (steps_per_generation)",
-    "mini_batch": "sequences alive at once in the update",
+    "accumulation": "micro-batches of an optimizer step (gradient_accumulation_steps)",
+    "steps_per_generation": "micro-batches generated together (default: --accumulation)",
+    "mini_batch": "sequences alive at once in the update, Options(mini_batch_size)",
+    "max_tokens_per_microbatch": "the same by tokens; a longer sequence runs on its own",
     "checkpointing": "gradient checkpointing",
     "offload_activations": "inputs of layers in host memory",
-    "share_prefix": "a group's prompt computed once in the update",
+    "packing": "varlen: one row without padding, which auto prefers; left: without padding that all rows share; none: TRL's",
+    "share_prefix": "a group's prompt computed once in the update, with varlen",
     "fused_layers": "layers as one function each in the update, which saves less",
     "head": "fastgrpo: logits in chunks; full: all at once",
     "chunk_bytes": "bytes of a chunk of logits (default: 512 MiB)",
+    "num_chunks": "exactly so many chunks of logits",
+    "logit_chunk_multiplier": "times as many chunks as --chunk-bytes asks for",
     "rollout": "in this process with transformers or vLLM (colocate), or a server on another device",
     "vllm_fraction": "vllm_gpu_memory_utilization",
     "vllm_sleep": "vllm_enable_sleep_mode: the engine makes room for the update",
@@ -65,6 +72,8 @@ _HELP = {
 }
 _SHOWN = 0.05
 """GB: what is less rounds to nothing."""
+_NAME = re.compile(r"[\w.]+")
+_ANY_CAPACITY = 1.0
 _OPTION = {"capacity_gb": "capacity", "num_generations": "generations", "reserve_gb": "reserve"}
 """Options that are not called as the field."""
 
@@ -93,7 +102,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
     name, text, kind = field.name, _HELP[field.name], str(field.type)
-    flag = "--" + _OPTION.get(name, name).replace("_", "-")
     options: dict[str, Any] = {"dest": name, "default": None, "help": text}
     if kind == "bool":
         options["action"] = argparse.BooleanOptionalAction
@@ -106,28 +114,28 @@ def _add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any])
             options["metavar"] = "TARGETS" if name == "lora_targets" else "GB" if name.endswith("_gb") else "N"
         if field.default is not None:
             options["help"] += f" (default: {field.default})"
-    parser.add_argument(flag, **options)
+    parser.add_argument(_flag(name), **options)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs `fastgrpo plan`."""
     if (arguments.model is None) == (arguments.numbers is None):
         arguments.error("give either MODEL or --numbers")
-    if arguments.picture and arguments.picture.suffix not in (".png", ".svg"):
+    if arguments.picture and arguments.picture.suffix.lower() not in (".png", ".svg"):
         arguments.error(f"argument --picture: {arguments.picture} ends neither in .png nor in .svg")
-    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PlanSettings)}
-    given = {name: value for name, value in given.items() if value is not None}
-    if "," in given.get("lora_targets", ""):
-        given["lora_targets"] = tuple(part.strip() for part in given["lora_targets"].split(","))
     try:
+        given = _given(arguments)
+        # What is wrong is said before torch is imported, which takes seconds.
+        settings = PlanSettings(**{"capacity_gb": _ANY_CAPACITY, **given})
         with console(stderr=True).status("building the model without its weights"):
             from fastgrpo.tools.plan.estimate import estimate_memory
 
-            given.setdefault("capacity_gb", _capacity_here())
-            plan = estimate_memory(_model(arguments), **given)
+            if "capacity_gb" not in given:
+                settings = dataclasses.replace(settings, capacity_gb=_capacity_here())
+            plan = estimate_memory(_model(arguments), settings=settings)
             plan.alternatives  # noqa: B018 - planned here, where progress shows
     except (TypeError, ValueError) as error:
-        print(f"fastgrpo plan: {error}", file=sys.stderr)
+        print(f"fastgrpo plan: {as_options(str(error))}", file=sys.stderr)
         return USAGE
     if arguments.json:
         print_json(plan.to_dict())
@@ -138,8 +146,37 @@ def run(arguments: argparse.Namespace) -> int:
     return FAILED if plan.fits is False else DONE
 
 
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PlanSettings)}
+    given = {name: value for name, value in given.items() if value is not None}
+    names = given.get("lora_targets", ALL_LINEAR).split(",")
+    if names != [ALL_LINEAR] and all(_NAME.fullmatch(name.strip()) for name in names):
+        given["lora_targets"] = tuple(name.strip() for name in names)
+    return given
+
+
+def as_options(text: str) -> str:
+    """A message of `PlanSettings` with its settings as the options they are on the command line."""
+    names = "|".join(sorted((field.name for field in dataclasses.fields(PlanSettings)), key=len, reverse=True))
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        flag = _flag(name)
+        if value is None:
+            return flag if "_" in name or match.start() == 0 else name
+        if value in ("True", "False"):
+            return flag if value == "True" else flag.replace("--", "--no-", 1)
+        return f"{flag} {value}"
+
+    return re.sub(rf"(?<![\w./-])(?P<name>{names})\b(?:=(?P<value>'[^']*'|\([^)]*\)|\w+(?:\.\w+)?))?", option, text)
+
+
+def _flag(name: str) -> str:
+    return "--" + _OPTION.get(name, name).replace("_", "-")
+
+
 def _model(arguments: argparse.Namespace) -> str | PretrainedConfig:
-    from fastgrpo.tools.plan.shape import config_from_numbers, parse_numbers
+    from fastgrpo.tools.plan.config import config_from_numbers, parse_numbers
 
     if arguments.numbers is None:
         return arguments.model
@@ -205,7 +242,7 @@ def show(plan: MemoryPlan, to: Console) -> None:
     for sentence in plan.comparisons:
         say(sentence)
     for note in plan.notes:
-        say(f"note: {note}", "yellow")
+        say(f"note: {as_options(note)}", "yellow")
     if plan.fits is False:
         say("It does not fit.", "bold red")
     for number_, alternative in enumerate(plan.alternatives[:4]):

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
+from fastgrpo.tools.plan.config import quantization_of, read_config
 from fastgrpo.tools.plan.memory import MemoryPlan, assemble
 from fastgrpo.tools.plan.settings import PlanSettings
-from fastgrpo.tools.plan.shape import (
-    ModelShape,
-    build,
-    decoder_layers,
-    kv_cache_bytes,
-    measure,
-    quantization_of,
-    quiet,
-    read_config,
-)
+from fastgrpo.tools.plan.shape import ModelShape, build, decoder_layers, kv_cache_bytes, measure, quiet
 from fastgrpo.tools.plan.trace import Activations, trace
+from fastgrpo.tools.plan.words import in_one_line
 
 
 def estimate_memory(
@@ -46,11 +41,21 @@ def estimate_memory(
         TypeError: an unknown setting, or a value of a wrong type.
         ValueError: a setting that is not allowed, a model that cannot be described, LoRA targets that match nothing.
     """
+    _check_names(changes)
     settings = dataclasses.replace(settings or PlanSettings(), **changes)
     name, config = read_config(model)
     if settings.quantization is None and (found := quantization_of(config)):
         settings = dataclasses.replace(settings, quantization=found)
     return _Estimator(name, config).plan(settings)
+
+
+def _check_names(changes: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(PlanSettings)]
+    for name in changes:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f" ({near[0]}?)" if near else ""
+            raise TypeError(f"a plan has no setting {name}{meant}. Its settings are {', '.join(known)}.")
 
 
 class _Estimator:
@@ -78,17 +83,21 @@ class _Estimator:
         return dataclasses.replace(plan, notes=(*plan.notes, *own), plan_with=self.plan)
 
     def _build(self, settings: PlanSettings) -> torch.nn.Module:
-        return build(copy.deepcopy(self._config), settings.dtype, settings.lora_rank, settings.lora_targets)
+        return build(copy.deepcopy(self._config), settings.dtype, settings.lora_rank, settings.targets)
 
     def _shape(self, settings: PlanSettings) -> ModelShape:
-        key = (settings.lora_rank, settings.lora_targets)
+        key = (settings.lora_rank, settings.targets)
         if key not in self._shapes:
-            self._shapes[key] = measure(self._name, self._build(settings))
+            model = self._build(settings)
+            try:
+                self._shapes[key] = measure(self._name, model)
+            except (AttributeError, TypeError) as error:
+                raise ValueError(f"{self._name} is no decoder that can be planned: {in_one_line(error)}.") from error
         return self._shapes[key]
 
     def _activations(self, settings: PlanSettings, shape: ModelShape) -> tuple[Activations, str]:
         rows, length = settings.rows
-        key = (settings.lora_rank, settings.lora_targets, settings.dtype, settings.autocast, settings.checkpointing)
+        key = (settings.lora_rank, settings.targets, settings.dtype, settings.compute_dtype, settings.checkpointing)
         key = (*key, rows, length, settings.continued_tokens, settings.fused_layers, settings.quantization)
         if key not in self._traces:
             self._traces[key] = self._trace(settings, shape, rows, length)
@@ -109,7 +118,7 @@ class _Estimator:
                     length=length,
                     hidden=shape.hidden,
                     dtype=getattr(torch, settings.dtype),
-                    autocast=settings.autocast,
+                    autocast=getattr(torch, settings.compute_dtype) if settings.autocast else None,
                     checkpointing=settings.checkpointing,
                     continued=settings.continued_tokens,
                     # LoRA layers on a quantised base run their own forward.
@@ -117,9 +126,9 @@ class _Estimator:
                 )
             return found, ""
         except Exception as error:  # a model whose layers need values (some mixtures of experts) raises what it likes
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
             return _rule_of_thumb(self._config, settings, shape, rows * length), (
-                f"activations are a rule of thumb, good to a third: the model's layers cannot be followed ({reason})"
+                "activations are a rule of thumb, good to a third: the model's layers cannot be followed "
+                f"({in_one_line(error)})"
             )
 
 
@@ -127,6 +136,8 @@ def _rule_of_thumb(config: PretrainedConfig, settings: PlanSettings, shape: Mode
     """16 H + 5 I elements a token and layer, I the width that one token uses of the feed-forward part."""
     text = config.get_text_config()
     inner = getattr(text, "intermediate_size", None) or 4 * shape.hidden
+    if isinstance(inner, list):  # one for each layer
+        inner = max(inner)
     if shape.experts:
         used = getattr(text, "num_experts_per_tok", 1) or 1
         inner = used * (getattr(text, "moe_intermediate_size", None) or inner)

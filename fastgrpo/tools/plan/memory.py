@@ -251,16 +251,15 @@ def _comparisons(settings: PlanSettings, shape: ModelShape, activations: Activat
         f"head: {heads['fastgrpo']:.1f} GB with fastgrpo's chunks; all logits at once take {heads['full']:.1f} GB a matrix, "
         "and a backward has about three of them"
     ]
-    rows, length = settings.rows
-    tokens, padded = rows * length, settings.sequences * (settings.prompt_length + settings.completion_length)
+    tokens, padded = settings.row_tokens, settings.sequences * (settings.prompt_length + settings.completion_length)
     kept = activations.kept / GB
     if tokens < padded:
         sentences.append(
             f"packing: {tokens} tokens in the update instead of {padded} padded ones save "
             f"{kept * (padded / tokens - 1):.1f} GB of what is kept for the backward"
         )
-    shared = dataclasses.replace(settings, share_prefix=True).rows[1]
-    if not settings.share_prefix and shared < tokens:
+    shared = dataclasses.replace(settings, packing="auto", share_prefix=True).row_tokens
+    if not settings.shares_prompts and shared < tokens:
         sentences.append(
             f"a prompt shared by its {settings.num_generations} completions would leave {shared} of {tokens} tokens in the "
             f"update: {kept * (1 - shared / tokens):.1f} GB less kept for the backward"
@@ -277,7 +276,7 @@ def _notes(settings: PlanSettings, shape: ModelShape, kv_bytes: int) -> tuple[bo
         if left < kv_bytes:
             starts = False
             notes.append(
-                f"vllm_fraction {settings.vllm_fraction:g} is {engine / GB:.1f} GB: its own copy of the weights takes "
+                f"vllm_fraction={settings.vllm_fraction:g} is {engine / GB:.1f} GB: its own copy of the weights takes "
                 f"{shape.parameters * 2 / GB:.1f}, and one sequence {kv_bytes / GB:.2f}: vLLM will not start"
             )
         else:
@@ -291,7 +290,7 @@ def _notes(settings: PlanSettings, shape: ModelShape, kv_bytes: int) -> tuple[bo
         )
     if settings.offload_activations:
         # Mini-batches wait there too, instead of being computed again.
-        waiting = dataclasses.replace(settings, mini_batch=None)
+        waiting = dataclasses.replace(settings, mini_batch=None, max_tokens_per_microbatch=None)
         notes.append(f"{shape.layers * _layer_input(waiting, shape) / GB:.1f} GB of activations wait in host memory")
     if settings.quantization and shape.experts:
         notes.append("experts that are no linear layers of their own are counted unquantised")
@@ -299,12 +298,40 @@ def _notes(settings: PlanSettings, shape: ModelShape, kv_bytes: int) -> tuple[bo
         notes.append(f"fastgrpo.patch refuses {settings.sharding} in this version")
     if settings.world_size == 1 and settings.sharding != "ddp":
         notes.append(f"{settings.sharding} shards nothing on one device")
+    notes += _notes_on_batches(settings)
+    if settings.full and settings.dtype == "float16" and settings.mixed_precision == "fp16":
+        notes.append("torch's gradient scaler refuses float16 weights that train; load them with dtype='float32'")
     return starts, tuple(notes)
 
 
+def _notes_on_batches(settings: PlanSettings) -> list[str]:
+    notes = []
+    generated = settings.rollouts * settings.world_size
+    if generated % settings.num_generations:
+        notes.append(
+            f"{generated} sequences generated together are no multiple of num_generations={settings.num_generations}; TRL "
+            "refuses that"
+        )
+    limit = settings.max_tokens_per_microbatch
+    if limit is not None and limit < settings.row_tokens:
+        notes.append(
+            f"a sequence of {settings.row_tokens} tokens is more than max_tokens_per_microbatch={limit}; it runs on its own, "
+            "as large as it is"
+        )
+    for name in ("mini_batch", "max_tokens_per_microbatch"):
+        given = getattr(settings, name)
+        if given is not None and dataclasses.replace(settings, **{name: None}).part == settings.part:
+            notes.append(
+                f"{name}={given} takes nothing apart here: the sequences alive at once are the same without it"
+            )
+    return notes
+
+
 def _trained(settings: PlanSettings, shape: ModelShape) -> tuple[int, int]:
-    """Parameters that train, and bytes of one; PEFT keeps adapters of 16-bit models in float32."""
-    return (shape.parameters, settings.weight_bytes) if settings.full else (shape.adapter_parameters, 4)
+    """Parameters that train, and bytes of one: PEFT keeps adapters in float32, TRL those of a quantised base in bfloat16."""
+    if settings.full:
+        return shape.parameters, settings.weight_bytes
+    return shape.adapter_parameters, 2 if settings.quantization else 4
 
 
 def _sharded(settings: PlanSettings, *kinds: str) -> bool:

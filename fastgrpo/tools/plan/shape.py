@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
+from fastgrpo.tools.plan.config import read_config as read_config  # where others look for it
 from fastgrpo.tools.plan.trace import ATTENTION
+from fastgrpo.tools.plan.words import in_one_line
 
-NUMBERS = {
-    "hidden": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "intermediate": "intermediate_size",
-    "vocabulary": "vocab_size",
-    "tied": "tie_word_embeddings",
-}
-"""Names of `config_from_numbers` -> names in a configuration."""
-_REQUIRED_NUMBERS = ("hidden", "layers", "heads", "intermediate", "vocabulary")
 _FULL_ATTENTION = "full_attention"
 _WINDOWED = ("sliding_attention", "chunked_attention")
 
@@ -69,79 +56,6 @@ class ModelShape:
     tied: bool
 
 
-def config_from_numbers(**numbers: float | bool) -> PretrainedConfig:
-    """
-    A Llama-like decoder with these sizes.
-
-    Args:
-        numbers: see `NUMBERS`; `kv_heads` = `heads`, `head_dim` = `hidden / heads` and `tied` = False where left out.
-
-    Raises:
-        ValueError: an unknown or a missing name, or numbers of which there is no model.
-    """
-    unknown, missing = set(numbers) - set(NUMBERS), [name for name in _REQUIRED_NUMBERS if name not in numbers]
-    if unknown:
-        raise ValueError(f"a model has no number {', '.join(sorted(unknown))}; known are {', '.join(NUMBERS)}.")
-    if missing:
-        raise ValueError(f"the model's {', '.join(missing)} is missing; needed are {', '.join(_REQUIRED_NUMBERS)}.")
-    for name, value in numbers.items():
-        if name != "tied" and value < 1:
-            raise ValueError(f"{name} is {value}; give 1 or more.")
-    for name, divisor in (("hidden", "heads"), ("heads", "kv_heads")):
-        if divisor in numbers and numbers[name] % numbers[divisor]:
-            raise ValueError(f"{name} is {numbers[name]}, no multiple of {divisor}, {numbers[divisor]}.")
-    return LlamaConfig(**{NUMBERS[name]: value for name, value in numbers.items()})
-
-
-def read_config(model: str | Path | PretrainedConfig) -> tuple[str, PretrainedConfig]:
-    """
-    Name and configuration of a model; nothing is downloaded.
-
-    Args:
-        model: a folder with a config.json, the file itself, the name of a model in the local cache, or a configuration.
-
-    Raises:
-        TypeError, ValueError: nothing that transformers reads as a configuration.
-    """
-    if isinstance(model, PretrainedConfig):
-        return model.name_or_path or f"{model.model_type} configuration", copy.deepcopy(model)
-    if not isinstance(model, str | Path):
-        raise TypeError(
-            f"model is a {type(model).__name__}; give a folder, a config.json, or a transformers configuration."
-        )
-    path = Path(model)
-    if not path.exists() and (path.is_absolute() or str(model).startswith(".")):
-        raise ValueError(f"there is no {model}. Give a local folder with a config.json, that file, or numbers.")
-    name = (path.parent if path.name == "config.json" else path).resolve().name if path.exists() else str(model)
-    try:
-        return name, AutoConfig.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what a wrong file raises is as varied as wrong files
-        raise ValueError(
-            f"{model} is no model that transformers can describe: {_line(error)}. Give a local folder with a config.json, "
-            "that file, or numbers."
-        ) from error
-
-
-def quantization_of(config: PretrainedConfig) -> str | None:
-    """
-    The quantisation that a checkpoint's configuration names.
-
-    Raises:
-        ValueError: one that the plan does not know.
-    """
-    found = getattr(config, "quantization_config", None)
-    if not found:
-        return None
-    settings = found if isinstance(found, dict) else found.to_dict()
-    for name, answer in (("load_in_4bit", "4bit"), ("load_in_8bit", "8bit")):
-        if settings.get(name):
-            return answer
-    raise ValueError(
-        f"the checkpoint is quantised with {settings.get('quant_method')!r}; the plan knows bitsandbytes' 4bit and 8bit only. "
-        "Give the unquantised model, and quantization='4bit' or '8bit'."
-    )
-
-
 def build(
     config: PretrainedConfig, dtype: str, lora_rank: int | None, lora_targets: str | tuple[str, ...]
 ) -> nn.Module:
@@ -165,9 +79,9 @@ def build(
         targets = lora_targets if isinstance(lora_targets, str) else list(lora_targets)
         try:
             return get_peft_model(model, LoraConfig(r=lora_rank, target_modules=targets), low_cpu_mem_usage=True)
-        except ValueError as error:
+        except Exception as error:  # peft and torch raise what they like
             raise ValueError(
-                f"lora_targets={lora_targets!r} fit no layer of this model, or one that takes no adapter ({_line(error)}); its "
+                f"lora_targets={lora_targets!r} with lora_rank={lora_rank} make no adapter: {in_one_line(error)}. The model's "
                 f"linear layers are {', '.join(names)}."
             ) from error
 
@@ -179,15 +93,11 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
         for attention in (ATTENTION, "eager"):
             try:
                 return auto.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
-            except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+            except Exception as error:  # a model whose numbers do not go together raises what it likes
                 errors.append(error)
     raise ValueError(
-        f"a {config.model_type} configuration does not build a language model: {_line(errors[0])}."
+        f"a language model of the {config.model_type} architecture cannot be built of these numbers: {in_one_line(errors[0])}."
     ) from errors[0]
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")[:160]
 
 
 def measure(name: str, model: nn.Module) -> ModelShape:
@@ -278,17 +188,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def parse_numbers(text: str) -> dict[str, Any]:
-    """`"hidden=2048,layers=28,tied=true"` as the arguments of `config_from_numbers`; ValueError where it is none."""
-    numbers = {}
-    for part in filter(None, text.replace(" ", "").split(",")):
-        key, equals, value = part.partition("=")
-        try:
-            numbers[key] = json.loads(value.lower())
-        except ValueError:
-            equals = ""
-        if not equals or not isinstance(numbers[key], int):
-            raise ValueError(f"{part!r} is no NAME=NUMBER; write for example hidden=2048,layers=28,tied=true")
-    return numbers

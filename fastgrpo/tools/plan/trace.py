@@ -50,7 +50,7 @@ def trace(
     length: int,
     hidden: int,
     dtype: torch.dtype,
-    autocast: bool,
+    autocast: torch.dtype | None,
     checkpointing: bool,
     continued: int,
     fused_layers: bool,
@@ -64,7 +64,7 @@ def trace(
         rows, length: of the micro-batch.
         hidden: H.
         dtype: of the inputs of the first layer.
-        autocast: products in bfloat16.
+        autocast: dtype of the products; None = as the tensors are.
         checkpointing: gradient checkpointing.
         continued: tokens that continue a shared prompt.
         fused_layers: as `fastgrpo.Options.fused_layers`.
@@ -115,14 +115,16 @@ class _Followed(NamedTuple):
     casts: int
 
 
-def _run(decoder: nn.Module, rows: int, length: int, hidden: int, dtype: torch.dtype, autocast: bool) -> _Followed:
+def _run(
+    decoder: nn.Module, rows: int, length: int, hidden: int, dtype: torch.dtype, autocast: torch.dtype | None
+) -> _Followed:
     live = _Live()
     for tensor in (*decoder.parameters(), *decoder.buffers()):
         live.ignore(tensor)
     inputs = torch.empty(rows, length, hidden, dtype=dtype, requires_grad=True)
     live.ignore(inputs)
     with live:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
             output = decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
             in_autocast = live.now
         kept = live.now

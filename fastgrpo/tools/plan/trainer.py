@@ -71,7 +71,7 @@ def settings_of(trainer: GRPOTrainer) -> PlanSettings:
         **_patch(trainer),
         quantization=quantization,
         dtype=_dtype(model),
-        autocast=trainer.accelerator.mixed_precision != "no",
+        mixed_precision=trainer.accelerator.mixed_precision,
         optimizer=_OPTIMIZERS[optimizer],
         beta=trainer.beta,
         reference="auto" if trainer.ref_model is None else "separate",
@@ -79,7 +79,8 @@ def settings_of(trainer: GRPOTrainer) -> PlanSettings:
         prompt_length=_longest_prompt(trainer),
         completion_length=trainer.max_completion_length,
         micro_batch=arguments.per_device_train_batch_size,
-        accumulation=arguments.steps_per_generation,
+        accumulation=arguments.gradient_accumulation_steps,
+        steps_per_generation=arguments.steps_per_generation,
         checkpointing=bool(arguments.gradient_checkpointing),
         rollout=rollout,
         vllm_fraction=arguments.vllm_gpu_memory_utilization,
@@ -94,6 +95,9 @@ def _adapter(model: Any) -> dict[str, Any]:
     configs = list(model.peft_config.values())
     if len(configs) != 1 or not hasattr(configs[0], "r"):
         raise ValueError("the plan knows one LoRA adapter, or none.")
+    unknown = [name for name in ("modules_to_save", "use_dora", "rank_pattern") if getattr(configs[0], name, None)]
+    if unknown:
+        raise ValueError(f"the plan does not know what {' and '.join(unknown)} of an adapter need.")
     targets = configs[0].target_modules
     return {"lora_rank": configs[0].r, "lora_targets": targets if isinstance(targets, str) else tuple(sorted(targets))}
 
@@ -101,11 +105,14 @@ def _adapter(model: Any) -> dict[str, Any]:
 def _patch(trainer: GRPOTrainer) -> dict[str, Any]:
     handle = find_patch(trainer)
     if handle is None:
-        return {"head": "full", "share_prefix": False, "fused_layers": False}
-    return {
-        "share_prefix": handle.layout == "varlen" and handle.options.share_prefix,
-        "chunk_bytes": handle.options.chunk_bytes,
-        "fused_layers": handle.options.fused_layers,
+        return {"head": "full", "packing": "none", "share_prefix": False, "fused_layers": False}
+    options = handle.options
+    same = ("share_prefix", "chunk_bytes", "logit_chunk_multiplier", "max_tokens_per_microbatch", "offload_activations")
+    return {name: getattr(options, name) for name in same} | {
+        "packing": handle.layout,
+        "num_chunks": None if options.num_chunks == -1 else options.num_chunks,
+        "mini_batch": options.mini_batch_size,
+        "fused_layers": options.fused_layers and not trainer.args.torch_compile,
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastgrpo.tools import cli, plot
+from fastgrpo.tools.plan.command import as_options
 from fastgrpo.tools.plan.memory import TERMS
 
 ROOT = Path(__file__).parents[3]
@@ -78,14 +79,29 @@ def test_a_picture_that_cannot_be_drawn_is_a_failure_after_the_table(tmp_path, c
         ([*PLAN, "--beta", "x"], "--beta: 'x' is no number"),
         ([*PLAN, "--beta", "-1"], "--beta: -1 is out of range"),
         ([*PLAN, "--dtype", "int8"], "invalid choice: 'int8'"),
-        ([*PLAN, "--rollout", "vllm"], "give capacity_gb"),
-        ([*PLAN, "--lora-targets", "nope,never"], "its linear layers are down_proj"),
+        ([*PLAN, "--rollout", "vllm"], "--rollout 'vllm' takes a share of the device's memory; give --capacity."),
+        ([*PLAN, "--lora-targets", "(["], "--lora-targets '([' is no regular expression: unterminated character set"),
+        ([*PLAN[:3], "--lora-targets", "all-linear"], "--lora-targets 'all-linear' has no meaning in full fine-tuning"),
+        (
+            [*PLAN[:3], "--lora-rank", "100000000000000000000"],
+            "--lora-rank is 100000000000000000000; give a whole number",
+        ),
+        ([*PLAN, "--mini-batch", "9"], "--mini-batch is 9, more than the 8 sequences that a device trains on"),
+        ([*PLAN, "--capacity", "0"], "--capacity is 0.0; give a number above 0, at most 1,000,000."),
+        ([*PLAN, "--offload-activations", "--no-checkpointing"], "--offload-activations needs --checkpointing, which"),
+        (
+            [*PLAN[:3], "--quantization", "4bit"],
+            "--quantization '4bit' trains nothing without an adapter; give --lora-rank.",
+        ),
+        (["plan", "nosuch/model"], "hf download nosuch/model config.json"),
+        ([*PLAN, "--lora-targets", "nope,never"], "The model's linear layers are down_proj"),
     ],
 )
 def test_wrong_usage_is_status_2_and_said(arguments, message, capsys):
     assert cli.main(arguments) == 2
     shown = capsys.readouterr()
     assert message in shown.err and shown.out == ""
+    assert not {"Error", "NoneType", "Traceback", "frame #"} & set(shown.err.replace(":", " ").split())
 
 
 def test_the_help_tells_exit_statuses_and_needs_no_transformers():
@@ -94,3 +110,37 @@ def test_the_help_tells_exit_statuses_and_needs_no_transformers():
     assert result.returncode == 0, result.stderr
     for text in ("it does not fit", "--lora-rank", "--picture", "--json", "--vllm-fraction", "example:"):
         assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("q_proj", ["q_proj"]),
+        ("q_proj, v_proj", ["q_proj", "v_proj"]),
+        ("all-linear", "all-linear"),
+        (r".*layers\.\d{1,2}\..*q_proj", r".*layers\.\d{1,2}\..*q_proj"),
+    ],
+    ids=["name", "names", "all", "expression"],
+)
+def test_targets_are_names_unless_they_cannot_be(given, taken, capsys):
+    assert cli.main([*PLAN, "--json", "--lora-targets", given]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["lora_targets"] == taken
+
+
+def test_messages_speak_of_options_as_they_are_typed():
+    said = as_options(
+        "micro_batch is 0; share_prefix=False and packing='left' leave beta=0.5 and the head of capacity_gb alone"
+    )
+    assert said == (
+        "--micro-batch is 0; --no-share-prefix and --packing 'left' leave --beta 0.5 and the head of --capacity alone"
+    )
+    assert as_options("there is no /data/lora_rank/head=3 here") == "there is no /data/lora_rank/head=3 here"
+
+
+def test_what_is_wrong_is_said_before_torch_is_imported():
+    code = (
+        "import sys; from fastgrpo.tools import cli\n"
+        "status = cli.main(['plan', 'nowhere', '--mini-batch', '9']); sys.exit(10 * status + ('torch' in sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 20 and "--mini-batch is 9" in result.stderr

@@ -30,7 +30,7 @@ def config(layers: int = 5) -> LlamaConfig:
 
 def followed(model, **options):
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    settings = {"dtype": torch.float32, "autocast": False, "checkpointing": False, "continued": 0}
+    settings = {"dtype": torch.float32, "autocast": None, "checkpointing": False, "continued": 0}
     settings |= {"fused_layers": False, "rows": ROWS, "length": LENGTH, **options}
     return trace(model, decoder_layers(base), hidden=64, **settings)
 
@@ -42,14 +42,14 @@ def test_what_two_layers_cost_holds_for_five(rank):
     base = model.get_base_model() if rank else model
     with FakeTensorMode():
         _make_fake(base.get_decoder())
-        five = _run(base.get_decoder(), ROWS, LENGTH, 64, torch.float32, False)
+        five = _run(base.get_decoder(), ROWS, LENGTH, 64, torch.float32, None)
     first_input = ROWS * LENGTH * 64 * 4
     assert from_two.kept == five.kept + first_input
     assert from_two.working == pytest.approx(five.working, rel=0.02)
 
 
 def test_autocast_keeps_its_copies_of_weights_until_the_forward_ends():
-    settings = {"autocast": True, "checkpointing": True}
+    settings = {"autocast": torch.bfloat16, "checkpointing": True}
     found = followed(build(config(), "float32", None, "all-linear"), **settings)
     layers = decoder_layers(build(config(), "float32", None, "all-linear"))
     linear = sum(p.numel() for name, p in layers.named_parameters() if "_proj" in name)
@@ -103,7 +103,7 @@ def test_fused_layers_keep_less_and_leave_nothing_behind(checkpointing):
         followed(
             build(config(), "bfloat16", 4, "all-linear"),
             dtype=torch.bfloat16,
-            autocast=True,
+            autocast=torch.bfloat16,
             checkpointing=checkpointing,
             fused_layers=fused_layers,
         )
@@ -127,7 +127,7 @@ def test_of_an_mlp_at_most_three_blocks_are_at_work_beside_what_is_kept(monkeypa
     def found(blocks, **options):
         monkeypatch.setattr(mlp, "_BLOCK_BYTES", matrix // blocks)
         model = build(wide, "bfloat16", 4, "all-linear")
-        return followed(model, rows=2, length=1024, dtype=torch.bfloat16, autocast=True, **options)
+        return followed(model, rows=2, length=1024, dtype=torch.bfloat16, autocast=torch.bfloat16, **options)
 
     assert found(1, checkpointing=True).working > 7 * matrix
     for blocks in (1, 8):

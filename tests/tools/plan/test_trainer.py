@@ -26,18 +26,28 @@ def test_settings_are_read_off_a_trainer(tmp_path):
     trainer.beta, trainer.ref_model = 0.1, trainer.model
     settings = settings_of(trainer)
     trainer.beta, trainer.ref_model = 0.0, None
-    assert (settings.full, settings.separate_reference, settings.dtype, settings.autocast) == (
+    assert (settings.full, settings.separate_reference, settings.dtype, settings.mixed_precision) == (
         True,
         True,
         "float32",
-        False,
+        "no",
     )
     assert (settings.num_generations, settings.completion_length, settings.accumulation) == (4, 12, 2)
-    assert (settings.head, settings.share_prefix) == ("full", False)
+    assert (settings.head, settings.packing, settings.share_prefix) == ("full", "none", False)
     with fastgrpo.patch(trainer, fastgrpo.Options(chunk_bytes=1 << 20)):
         patched = settings_of(trainer)
     assert (patched.head, patched.share_prefix, patched.chunk_bytes) == ("fastgrpo", True, 1 << 20)
     assert plan_trainer(trainer).shape.parameters == trainer.model.num_parameters()
+
+
+def test_what_the_options_bound_is_planned(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=1, gradient_checkpointing=True, gradient_accumulation_steps=1)
+    options = {"mini_batch_size": 2, "max_tokens_per_microbatch": 40, "offload_activations": True, "num_chunks": 3}
+    with fastgrpo.patch(trainer, fastgrpo.Options(packing="left", **options)):
+        settings = settings_of(trainer)
+    assert (settings.mini_batch, settings.max_tokens_per_microbatch, settings.num_chunks) == (2, 40, 3)
+    assert (settings.packing, settings.offload_activations, settings.checkpointing) == ("left", True, True)
+    assert settings.accumulation == 1 and settings.steps_per_generation == trainer.args.steps_per_generation
 
 
 def test_an_adapter_is_counted_as_it_is_in_the_trainer(tmp_path):
@@ -47,6 +57,12 @@ def test_an_adapter_is_counted_as_it_is_in_the_trainer(tmp_path):
     assert (settings.lora_rank, settings.lora_targets) == (3, ("q_proj", "v_proj"))
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     assert plan_trainer(trainer).shape.adapter_parameters == trained
+
+
+def test_an_adapter_that_the_plan_would_count_wrongly_is_refused(tmp_path):
+    lora = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    with pytest.raises(ValueError, match="does not know what modules_to_save of an adapter need"):
+        settings_of(tiny_trainer(tmp_path, max_steps=1, lora=lora))
 
 
 def test_an_optimizer_the_plan_does_not_know_is_named(tmp_path):

@@ -1,0 +1,32 @@
+"""What libraries say, as a sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastgrpo.tools.plan.words import in_one_line
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("first\n  second."), "first second"),
+        (ValueError("Field 'x':\n    TypeError: expected int"), "Field 'x': expected int"),
+        (
+            RuntimeError(
+                'failed with "Overflow\nException raised from f at a.h:79 (most recent call first):\nframe #0'
+            ),
+            None,
+        ),
+        (KeyError("llama9"), "llama9 is missing"),
+        (AssertionError(), "no reason was given"),
+    ],
+    ids=["lines", "class", "frames", "key", "nothing"],
+)
+def test_a_message_is_one_sentence_without_what_only_programs_need(error, said):
+    assert in_one_line(error) == (said or 'failed with "Overflow"')
+
+
+def test_a_long_message_ends_at_a_word_and_says_that_it_goes_on():
+    text = in_one_line(ValueError("word " * 200))
+    assert len(text) < 260 and text.endswith("word ...")
