@@ -14,7 +14,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from fastgrpo.tools.plan.config import read_config as read_config  # where others look for it
 from fastgrpo.tools.plan.trace import ATTENTION
 from fastgrpo.tools.plan.words import in_one_line
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from fastgrpo.tools.evaluate import prompt_ids
+from fastgrpo.tools.evaluate import tokenised
 from fastgrpo.tools.plan.estimate import estimate_memory
 from fastgrpo.tools.plan.memory import MemoryPlan
 from fastgrpo.tools.plan.settings import PlanSettings
@@ -129,4 +129,4 @@ def _longest_prompt(trainer: GRPOTrainer) -> int:
     rows = trainer.train_dataset
     tokenizer = getattr(trainer, "_tokenizer", trainer.processing_class)
     prompts = [row["prompt"] for row, _ in zip(rows, range(_LOOKED_AT), strict=False)]
-    return max(len(prompt_ids(tokenizer, prompt)) for prompt in prompts)
+    return max(map(len, tokenised(tokenizer, prompts, None)))

@@ -120,7 +120,7 @@ def head_of(settings: PlanSettings, shape: ModelShape) -> Head:
     if settings.head == "full":
         logits = tokens * words * settings.compute_bytes
         return Head(logits, logits, logits, weight * settings.weight_bytes if settings.full else 0.0)
-    kernels = settings.compute_dtype == "bfloat16" or (settings.compute_dtype == "float16" and not settings.full)
+    kernels = settings.compute_bytes == 2
     # Torch's ops keep three buffers, two of which the budget counts.
     rows = settings.chunk_plan.rows(tokens, words, 1 if kernels else 2, 4, _DEVICE, TILE if kernels else 1)
     rows = min(rows, tokens)

@@ -546,19 +546,14 @@ def test_tokens_alive_at_once_are_bounded_as_sequences_are():
     assert any(note.startswith("mini_batch=12 takes nothing apart here") for note in idle.notes)
 
 
-def test_precision_says_what_products_take_and_which_kernels_serve():
+def test_precision_says_what_products_take():
     settings = {"micro_batch": 16, "completion_length": 1024, "dtype": "float32"}
     bf16, fp16, none = (
         estimate_memory(LLAMA, **settings, checkpointing=False, mixed_precision=name).details[UPDATE]
         for name in ("bf16", "fp16", "no")
     )
-    assert none["kept for the backward"] > bf16["kept for the backward"] == fp16["kept for the backward"]
-    shape = dataclasses.replace(estimate_memory(LLAMA).shape, hidden=2048, vocabulary=128256)
-    full, adapter = (PlanSettings(**more, **{**settings, "completion_length": 4096}) for more in ({}, LORA))
-    # The kernels do not serve a head that trains in float16: torch's ops have three buffers.
-    scaled = {s: head_of(dataclasses.replace(s, mixed_precision="fp16"), shape).forward for s in (full, adapter)}
-    assert scaled[full] > head_of(full, shape).forward
-    assert scaled[adapter] == head_of(adapter, shape).forward
+    assert none["kept for the backward"] > bf16["kept for the backward"]
+    assert fp16 == bf16
     scaler = estimate_memory(LLAMA, dtype="float16", mixed_precision="fp16").notes
     assert any("gradient scaler refuses float16 weights" in note for note in scaler)
 
