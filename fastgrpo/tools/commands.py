@@ -17,7 +17,7 @@ _EXIT_STATUS = """\
 exit status:
   0    done
   1    failed, or something is missing that it needs
-  2    wrong usage
+  2    wrong usage, or an input that cannot be read
   130  interrupted with Ctrl-C; the log is complete up to there
   141  nobody reads the output any more (`fastgrpo ... | head`)
 """

@@ -155,7 +155,7 @@ def test_a_trainer_that_cannot_be_patched_is_said(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(demo_run.fastgrpo, "patch", refuse)
     assert cli.main([*TINY, "--steps", "1", "--runs-dir", str(tmp_path)]) == 1
     assert "no such TRL. (`fastgrpo demo --stock`" in capsys.readouterr().err
-    assert read_run_log(tmp_path / "demo-toy").exit.startswith("DemoError: no such TRL.")
+    assert read_run_log(tmp_path / "demo-toy").exit.startswith("Stopped: no such TRL.")
 
 
 def test_an_installation_that_cannot_be_patched_is_said_before_any_work(tmp_path, capsys, monkeypatch):

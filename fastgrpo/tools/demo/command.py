@@ -9,7 +9,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from fastgrpo.tools.arguments import FAILED, console, positive, seed
+from fastgrpo.tools.arguments import console, positive, seed
 from fastgrpo.tools.demo.recipe import SMOLLM2, TOY
 
 MOST_HELD_OUT = 4000
@@ -18,7 +18,7 @@ _EXIT_STATUS = """\
 exit status:
   0    done
   1    failed, or something is missing that it needs
-  2    wrong usage
+  2    wrong usage, or a model that cannot be read
   130  interrupted with Ctrl-C; the log is complete up to there
 """
 
@@ -72,15 +72,15 @@ def run(arguments: argparse.Namespace) -> int:
     to, began = console(), time.perf_counter()
     # torch, transformers and TRL take seconds to import; what needs none of them has been checked by now.
     with to.status("importing torch, transformers and TRL"):
-        from fastgrpo.tools.demo.errors import DemoError
+        from fastgrpo.tools.demo.errors import Stopped
         from fastgrpo.tools.demo.run import DemoOptions, run_demo
 
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(DemoOptions)}
     try:
         return run_demo(DemoOptions(**given), to, began)
-    except DemoError as error:
+    except Stopped as error:
         print(f"fastgrpo demo: {error}", file=sys.stderr)
-        return FAILED
+        return error.status
 
 
 def _held_out(text: str) -> int:

@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.tools.checkpoint import load_model, load_tokenizer
-from fastgrpo.tools.demo.errors import DemoError
+from fastgrpo.tools.demo.errors import Stopped
+from fastgrpo.tools.process import USAGE
 from fastgrpo.tools.wording import ToolError
 
 
@@ -20,7 +21,7 @@ def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         path: a folder as `save_pretrained` writes it, or a `.gguf` file, which is dequantised.
 
     Raises:
-        DemoError: nothing that transformers can load.
+        Stopped: nothing that transformers can load.
     """
     gguf = {"gguf_file": path.name} if path.is_file() else {}
     source = str(path.parent if path.is_file() else path)
@@ -28,9 +29,10 @@ def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         tokenizer = load_tokenizer(source, **gguf)
         model = load_model(source, torch.float32, **gguf)
     except ToolError as error:
-        raise DemoError(
+        raise Stopped(
             f"{path} cannot be loaded as a language model: {error}. Give a folder with config.json, weights and tokenizer, or "
-            "a .gguf file."
+            "a .gguf file.",
+            USAGE,
         ) from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import fastgrpo
 from fastgrpo.runlog import RunLog, read_run_log
 from fastgrpo.tools.demo.display import Display
-from fastgrpo.tools.demo.errors import DemoError
+from fastgrpo.tools.demo.errors import Stopped
 from fastgrpo.tools.demo.interrupt import Interrupts
 from fastgrpo.tools.demo.loading import load
 from fastgrpo.tools.demo.quiet import quiet_libraries
@@ -29,12 +29,12 @@ from fastgrpo.tools.demo.tasks import Sum, all_sums, is_correct
 from fastgrpo.tools.demo.toy import LOSS_GOAL, MAX_STEPS, pretrain, toy_model, toy_tokenizer
 from fastgrpo.tools.demo.training import build_trainer, grpo_config
 from fastgrpo.tools.evaluate import PassAt1, evaluate_pass_at_1
+from fastgrpo.tools.process import INTERRUPTED, USAGE
 from fastgrpo.tools.plot import missing_matplotlib, plot_reward
 from fastgrpo.trl.clock import StepClock
 from fastgrpo.trl.compat import check_installation
 from fastgrpo.trl.runlog import RunLogCallback, describe_run
 
-INTERRUPTED = 130
 PATCH = fastgrpo.Options(run_log=False)
 """The demo's log holds its evaluations too, so it writes it itself."""
 
@@ -87,7 +87,7 @@ def run_demo(options: DemoOptions, console: Console, began: float | None = None)
         exit status: 0, or 130 after Ctrl-C, with a valid log in both cases.
 
     Raises:
-        DemoError: something its user can mend.
+        Stopped: something its user can mend.
     """
     began = time.perf_counter() if began is None else began
     no_picture = missing_matplotlib()
@@ -126,14 +126,14 @@ def say(console: Console, text: str) -> None:
 
 
 def check_writable(runs_dir: Path) -> None:
-    """Makes the folder of all runs; raises `DemoError` unless files can be made in it."""
+    """Makes the folder of all runs; raises `Stopped` unless files can be made in it."""
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=runs_dir).close()
-    except FileExistsError as error:
-        raise DemoError(f"{runs_dir} is a file, not a folder; choose another --runs-dir.") from error
+    except (FileExistsError, NotADirectoryError) as error:
+        raise Stopped(f"{runs_dir} is, or lies in, a file that is no folder; choose another --runs-dir.") from error
     except OSError as error:
-        raise DemoError(f"{runs_dir} cannot be written to: {error.strerror}; choose another --runs-dir.") from error
+        raise Stopped(f"{runs_dir} cannot be written to: {error.strerror}; choose another --runs-dir.") from error
 
 
 def make_run_folder(runs_dir: Path, name: str) -> Path:
@@ -145,20 +145,24 @@ def make_run_folder(runs_dir: Path, name: str) -> Path:
             return folder
         except FileExistsError:
             continue
+        except OSError as error:
+            raise Stopped(
+                f"the folder {name!r} cannot be made in {runs_dir}: {error.strerror}; choose another --name."
+            ) from error
     raise AssertionError
 
 
 def _find_model(options: DemoOptions, console: Console) -> Path:
     if options.model is not None:
         if not options.model.exists():
-            raise DemoError(
-                f"there is no {options.model}; --model takes a folder as save_pretrained writes it, or a .gguf."
+            raise Stopped(
+                f"there is no {options.model}; --model takes a folder as save_pretrained writes it, or a .gguf.", USAGE
             )
         source = options.model
     else:
         source = find_gguf()
     if (source is None or source.is_file()) and find_spec("gguf") is None:
-        raise DemoError(
+        raise Stopped(
             'The model is a GGUF file; reading it needs gguf: pip install "fastgrpo[demo]". `fastgrpo demo --toy` runs without.'
         )
     return source or fetch_gguf(lambda text: say(console, text))
@@ -248,4 +252,4 @@ def _refuse_unsupported(check: Callable[[], object]) -> None:
     try:
         check()
     except fastgrpo.UnsupportedError as error:
-        raise DemoError(f"{error} (`fastgrpo demo --stock` trains with TRL unpatched.)") from error
+        raise Stopped(f"{error} (`fastgrpo demo --stock` trains with TRL unpatched.)") from error

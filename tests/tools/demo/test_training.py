@@ -13,7 +13,7 @@ import transformers
 
 from fastgrpo.runlog import read_run_log
 from fastgrpo.tools import cli
-from fastgrpo.tools.demo.errors import DemoError
+from fastgrpo.tools.demo.errors import Stopped
 from fastgrpo.tools.demo.interrupt import Interrupts
 from fastgrpo.tools.demo.loading import load
 from fastgrpo.tools.demo.quiet import quiet_libraries
@@ -50,7 +50,7 @@ def test_what_is_no_model_is_refused_with_the_way_out(damage, saved_toy):
         (saved_toy / "model.safetensors").unlink()
         if damage == "torn weights":
             (saved_toy / "model.safetensors").write_bytes(b"123")
-    with pytest.raises(DemoError, match=r"cannot be loaded as a language model: .+ Give a folder with config\.json"):
+    with pytest.raises(Stopped, match=r"cannot be loaded as a language model: .+ Give a folder with config\.json"):
         load(path)
 
 
