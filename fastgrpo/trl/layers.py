@@ -66,6 +66,8 @@ _last: WeakKeyDictionary[nn.Module, Fused] = WeakKeyDictionary()
 # Cosines that a fused forward was given, which its second forward is given again.
 _rotated_by: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _installed: set[tuple[Any, str]] = set()
+# What was installed before each `layers_installed` that is open.
+_open: list[set[tuple[Any, str]]] = []
 
 
 def install_layers(models: Iterable[nn.Module]) -> None:
@@ -94,14 +96,25 @@ def layers_installed(models: Iterable[nn.Module]) -> Iterator[None]:
     """`install_layers` for as long as this is open; what was installed before stays."""
     before = set(_installed)
     install_layers(models)
+    _open.append(before)
     try:
         yield
     finally:
+        _open.remove(before)
         _remove(_installed - before)
 
 
 def remove_layers() -> None:
-    """Takes every `install_layers` back. What something else has put over a dispatcher since stays."""
+    """
+    Takes every `install_layers` back. What something else has put over a dispatcher since stays.
+
+    A trainer that is dropped calls this, whenever the garbage collector finds it: where `layers_installed` is open, its layers
+    stay until it is closed.
+    """
+    if _open:
+        for before in _open:
+            before.clear()
+        return
     _remove(set(_installed))
     _last.clear()
 

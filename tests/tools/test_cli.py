@@ -119,7 +119,15 @@ def test_wrong_usage_is_said_before_any_work(arguments, message, capsys, tmp_pat
 def test_a_runs_dir_that_is_a_file_is_said(tmp_path, capsys):
     (tmp_path / "runs").write_text("")
     assert cli.main([*TINY, "--runs-dir", str(tmp_path / "runs")]) == 1
-    assert "is a file, not a folder; choose another --runs-dir" in capsys.readouterr().err
+    assert "is, or lies in, a file that is no folder; choose another --runs-dir" in capsys.readouterr().err
+    assert cli.main([*TINY, "--runs-dir", str(tmp_path / "runs" / "below")]) == 1
+    assert "is no folder; choose another --runs-dir" in capsys.readouterr().err
+
+
+def test_a_name_that_no_folder_can_have_is_said(tmp_path, capsys):
+    assert cli.main([*TINY, "--runs-dir", str(tmp_path), "--name", "x" * 300]) == 1
+    said = capsys.readouterr().err
+    assert "File name too long; choose another --name." in said and "Traceback" not in said
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
@@ -129,14 +137,14 @@ def test_a_runs_dir_that_cannot_be_written_is_said(capsys):
 
 
 def test_a_model_that_is_not_there_is_said(tmp_path, capsys):
-    assert cli.main(["demo", "--model", str(tmp_path / "nope"), "--runs-dir", str(tmp_path)]) == 1
+    assert cli.main(["demo", "--model", str(tmp_path / "nope"), "--runs-dir", str(tmp_path)]) == 2
     assert "--model takes a folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_that_is_no_model_is_said(tmp_path, capsys):
     (tmp_path / "model").mkdir()
-    assert cli.main(["demo", "--model", str(tmp_path / "model"), "--runs-dir", str(tmp_path / "runs")]) == 1
+    assert cli.main(["demo", "--model", str(tmp_path / "model"), "--runs-dir", str(tmp_path / "runs")]) == 2
     assert "cannot be loaded as a language model" in capsys.readouterr().err
     assert "cannot be loaded" in read_run_log(tmp_path / "runs" / "demo").exit
 

@@ -29,8 +29,8 @@ from fastgrpo.tools.demo.tasks import Sum, all_sums, is_correct
 from fastgrpo.tools.demo.toy import LOSS_GOAL, MAX_STEPS, pretrain, toy_model, toy_tokenizer
 from fastgrpo.tools.demo.training import build_trainer, grpo_config
 from fastgrpo.tools.evaluate import PassAt1, evaluate_pass_at_1
-from fastgrpo.tools.process import INTERRUPTED, USAGE
 from fastgrpo.tools.plot import missing_matplotlib, plot_reward
+from fastgrpo.tools.process import INTERRUPTED, USAGE
 from fastgrpo.trl.clock import StepClock
 from fastgrpo.trl.compat import check_installation
 from fastgrpo.trl.runlog import RunLogCallback, describe_run

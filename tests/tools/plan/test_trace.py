@@ -13,6 +13,7 @@ from fastgrpo import mlp
 from fastgrpo.lora import Adapted, lora_linear
 from fastgrpo.tools.plan.shape import build, decoder_layers
 from fastgrpo.tools.plan.trace import _make_fake, _run, trace
+from fastgrpo.trl.layers import layers_installed, remove_layers
 
 ROWS, LENGTH = 3, 40
 
@@ -134,3 +135,14 @@ def test_of_an_mlp_at_most_three_blocks_are_at_work_beside_what_is_kept(monkeypa
         working = found(blocks, checkpointing=True, fused_layers=True).working
         assert working == pytest.approx((3 / blocks + 0.08) * matrix, rel=0.03)
     assert found(1, fused_layers=True).a_layer == pytest.approx(2.06 * matrix, rel=0.01)
+
+
+def test_a_trainer_that_is_dropped_while_layers_are_followed_leaves_them_in_place():
+    """The garbage collector finds it at any time: layers would go on one by one, with twice as much kept."""
+    model = build(config(), "bfloat16", 4, "all-linear")
+    own = LoraLinear.forward
+    with layers_installed([model]):
+        ours = LoraLinear.forward
+        remove_layers()
+        assert LoraLinear.forward is ours is not own
+    assert LoraLinear.forward is own

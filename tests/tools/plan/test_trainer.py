@@ -141,4 +141,4 @@ def test_what_a_patched_trainers_forward_saves_is_what_is_predicted(full, dtype,
     settings = dataclasses.replace(plan.settings, prompt_length=64, completion_length=96)
     again = estimate_memory(config, settings=settings)
     predicted = again.details[UPDATE][KEPT] * 1e9 + head_of(settings, again.shape).kept
-    assert predicted == pytest.approx(sum(saved.values()), rel=0.06), predicted / sum(saved.values())
+    assert predicted == pytest.approx(sum(saved.values()), rel=0.08), predicted / sum(saved.values())
