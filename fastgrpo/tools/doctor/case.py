@@ -42,6 +42,7 @@ class Case:
         settings: as TRL's configuration files name them: `lora_r`, `lora_target_modules`, `use_peft`, `use_vllm`, `vllm_mode`,
             `max_completion_length`, `max_steps`, `delta`, `epsilon`, ...
         server: URL of a rollout server; None = none.
+        processes: that the run is started in.
     """
 
     model: Path | None = None
@@ -49,6 +50,7 @@ class Case:
     rows: Sequence[Mapping[str, Any]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     server: str | None = None
+    processes: int = 1
 
     @property
     def lora_rank(self) -> int | None:

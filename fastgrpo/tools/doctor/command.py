@@ -69,6 +69,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="layers with an adapter: all-linear, or names with commas",
     )
     parser.add_argument(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes that the run is started in, one a GPU (default: %(default)s)",
+    )
+    parser.add_argument(
         "--smoke",
         action="store_true",
         help="also ten steps of four rollouts on the run's own rollout path: seconds per step, wall clock, memory",
@@ -101,7 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             model = arguments.model or settings.get("model_name_or_path")
             rewards = tuple(arguments.rewards) or rewards_of(settings)
-            case = Case(Path(str(model)) if model else None, rewards, rows, settings, arguments.server)
+            path = Path(str(model)) if model else None
+            case = Case(path, rewards, rows, settings, arguments.server, arguments.processes)
             lines = examine(case, layers(not arguments.no_step, arguments.smoke), errors.status)
     to = None if arguments.json else console()
     found = []

@@ -89,7 +89,7 @@ def check_configuration(case: Case) -> Iterator[Line]:
     try:
         _check_names(case.settings)
         _check_kinds(case.settings)
-        config, model = _built(case.settings)
+        config, model = _built(case.settings, case.processes)
         _check_values(config, model, case.settings)
         _check_options(config, case.settings)
     except ToolError as error:
@@ -102,12 +102,12 @@ def check_configuration(case: Case) -> Iterator[Line]:
     yield from _hints(case, config, model)
 
 
-def typed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with the values that TRL's parser makes of them; for a configuration that was checked."""
-    config, model = _built(settings)
+def typed_settings(case: Case) -> dict[str, Any]:
+    """A case's settings with the values that TRL's parser makes of them; for a configuration that was checked."""
+    config, model = _built(case.settings, case.processes)
     return {
         name: next((getattr(part, name) for part in (config, model) if hasattr(part, name)), value)
-        for name, value in settings.items()
+        for name, value in case.settings.items()
     }
 
 
@@ -189,12 +189,14 @@ class _Parser(TrlParser):
         raise ToolError(f"{found[1]}: {found[2]}" if found else message, _CORRECT)
 
 
-def _built(settings: Mapping[str, Any]) -> tuple[Any, Any]:
-    """TRL's (GRPOConfig, ModelConfig) of the settings, with a precision that this machine has."""
+def _built(settings: Mapping[str, Any], processes: int) -> tuple[Any, Any]:
+    """TRL's (GRPOConfig, ModelConfig) of the settings, with a precision that this machine has, as if in so many processes."""
     given = {name: value for name, value in settings.items() if name not in _NOT_BUILT}
     if not torch.cuda.is_available():
         given |= {"bf16": False, "fp16": False, "use_cpu": True, "tf32": None}
-    parser = _Parser(_classes(settings))
+    script, config_class, *others = _classes(settings)
+    in_all = type(config_class.__name__, (config_class,), {"world_size": property(lambda _: processes)})
+    parser = _Parser((script, in_all, *others))
     parser.set_defaults_with_config(**given)
     try:
         with warnings.catch_warnings():
@@ -203,8 +205,17 @@ def _built(settings: Mapping[str, Any]) -> tuple[Any, Any]:
     except ToolError:
         raise
     except Exception as error:  # TRL and transformers refuse in their own ways
-        raise ToolError(f"TRL refuses it: {reason(error)}", _CORRECT) from error
+        raise ToolError(f"TRL refuses it: {reason(error)}", _remedy(reason(error), processes)) from error
     return config, model
+
+
+def _remedy(text: str, processes: int) -> str:
+    if text.startswith("False is not a valid"):
+        return 'write "no" in quotes: YAML reads no as false'
+    if "must be divisible" in text:
+        counted = "1 process" if processes == 1 else f"{processes} processes"
+        return f"{_CORRECT}; counted for {counted}, --processes says otherwise"
+    return _CORRECT
 
 
 def _check_values(config: Any, model: Any, settings: Mapping[str, Any]) -> None:

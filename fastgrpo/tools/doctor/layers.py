@@ -44,7 +44,7 @@ def examine(case: Case, checks: Checks, busy: Callable[[str], AbstractContextMan
             if line.status == "wrong":
                 return
         if check is check_configuration:
-            case = dataclasses.replace(case, settings=typed_settings(case.settings))
+            case = dataclasses.replace(case, settings=typed_settings(case))
 
 
 def layers(step: bool = True, smoke: bool = False) -> Checks:

@@ -95,13 +95,28 @@ def test_what_trl_takes_is_all_right(name, value):
 
 def test_values_are_those_that_trl_makes_of_them():
     given = {"learning_rate": "1e-5", "use_vllm": "no", "max_steps": "300", "lora_r": "8", "fastgrpo_packing": "left"}
-    assert typed_settings(given) == {
+    assert typed_settings(Case(settings=given)) == {
         "learning_rate": 1e-5,
         "use_vllm": False,
         "max_steps": 300,
         "lora_r": 8,
         "fastgrpo_packing": "left",
     }
+
+
+def test_batches_are_counted_over_the_processes_of_the_run(tmp_path, capsys):
+    settings = {"bf16": False, "num_generations": 4, "per_device_train_batch_size": 2}
+    (line,) = check_configuration(Case(settings=settings))
+    assert line.status == "wrong" and "counted for 1 process, --processes" in line.remedy
+    assert [line.status for line in check_configuration(Case(settings=settings, processes=2))] == ["ok"]
+    (tmp_path / "grpo.json").write_text(json.dumps(settings))
+    assert cli.main(["doctor", "--no-step", "--config", str(tmp_path / "grpo.json"), "--processes", "2"]) == 0
+    assert "generation batch" not in capsys.readouterr().out
+
+
+def test_a_no_without_quotes_is_explained():
+    (line,) = lines(eval_strategy=False)
+    assert line.status == "wrong" and 'write "no" in quotes' in line.remedy
 
 
 def test_what_works_and_is_hardly_meant_is_hinted_at(monkeypatch):
