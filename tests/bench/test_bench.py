@@ -286,7 +286,8 @@ def test_what_an_update_asks_of_the_processor_is_counted(tmp_path: Path) -> None
     assert main(["host", "--quick", "--threads", "1", "--json", str(path)]) == 0
     run = json.loads(path.read_text())
     stock, patched = run["rows"]
-    for count in ("torch ops", "autograd nodes", "Python calls"):
+    for count in ("torch ops", "with a kernel", "autograd nodes", "Python calls"):
         assert patched[count] > 0
         assert run["ratios"][f"{count}: fastgrpo over TRL"] == patched[count] / stock[count]
+    assert patched["with a kernel"] < patched["torch ops"]
     assert patched["autograd nodes"] < stock["autograd nodes"]
