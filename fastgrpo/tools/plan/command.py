@@ -72,7 +72,7 @@ _HELP = {
 }
 _SHOWN = 0.05
 """GB: what is less rounds to nothing."""
-_NAME = re.compile(r"[\w.]+")
+_NAME = re.compile(r"[\w.]*")
 _ANY_CAPACITY = 1.0
 _OPTION = {"capacity_gb": "capacity", "num_generations": "generations", "reserve_gb": "reserve"}
 """Options that are not called as the field."""
@@ -149,9 +149,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PlanSettings)}
     given = {name: value for name, value in given.items() if value is not None}
-    names = given.get("lora_targets", ALL_LINEAR).split(",")
-    if names != [ALL_LINEAR] and all(_NAME.fullmatch(name.strip()) for name in names):
-        given["lora_targets"] = tuple(name.strip() for name in names)
+    names = [name.strip() for name in given.get("lora_targets", ALL_LINEAR).split(",")]
+    if names != [ALL_LINEAR] and all(_NAME.fullmatch(name) for name in names):
+        given["lora_targets"] = tuple(names)
     return given
 
 

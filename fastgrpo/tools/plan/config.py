@@ -125,6 +125,8 @@ def read_config(model: str | Path | PretrainedConfig) -> tuple[str, PretrainedCo
 
 def _find(model: str | Path) -> tuple[str, Path]:
     """Name and config.json of a model."""
+    if not str(model).strip():
+        raise ValueError(f"the model's name is empty. {_GIVE}")
     path = Path(model)
     try:
         if path.is_dir():
@@ -153,7 +155,7 @@ def _in_folder(folder: Path) -> tuple[str, Path]:
         raise ValueError(
             f"{folder} holds an adapter, which says nothing about its model. Give the folder of its base model."
         )
-    raise ValueError(f"there is no config.json in {folder}. {_GIVE}")
+    raise ValueError(f"the folder {folder} has no config.json. {_GIVE}")
 
 
 def _check_sizes(values: Mapping[str, Any], where: str) -> None:

@@ -87,6 +87,9 @@ def build(
 
 def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
     errors: list[Exception] = []
+    known = (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping)
+    if not any(type(config) in mapping for mapping in known):
+        raise ValueError(f"transformers has no decoder language model of the {config.model_type} architecture to plan.")
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         # An own attention function is traced exactly; models that have none keep theirs.
         for attention in (ATTENTION, "eager"):
@@ -178,12 +181,14 @@ def kv_cache_bytes(config: PretrainedConfig, tokens: int, itemsize: int) -> int:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without the libraries' warnings, which are about weights that nobody loads, and torch's report of a failed trace."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -6,7 +6,7 @@ import re
 
 _LONGEST = 240
 _CPP_FRAMES = re.compile(r"\s*Exception raised from .*", re.DOTALL)
-_CLASS_NAME = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
+_CLASS_NAME = re.compile(r"\b[A-Z]\w*(?:Error|Exception): |Class validation error for validator '\w+':\s+")
 
 
 def in_one_line(error: BaseException) -> str:

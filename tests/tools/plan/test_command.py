@@ -93,6 +93,8 @@ def test_a_picture_that_cannot_be_drawn_is_a_failure_after_the_table(tmp_path, c
             [*PLAN[:3], "--quantization", "4bit"],
             "--quantization '4bit' trains nothing without an adapter; give --lora-rank.",
         ),
+        ([*PLAN, "--lora-targets", "q_proj,"], "--lora-targets is ('q_proj', ''), which names no layer"),
+        (["plan", ""], "the model's name is empty. Give a local folder"),
         (["plan", "nosuch/model"], "hf download nosuch/model config.json"),
         ([*PLAN, "--lora-targets", "nope,never"], "The model's linear layers are down_proj"),
     ],

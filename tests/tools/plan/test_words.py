@@ -18,10 +18,11 @@ from fastgrpo.tools.plan.words import in_one_line
             ),
             None,
         ),
+        (ValueError("Class validation error for validator 'validate_rope':\n    RoPEError: odd"), "odd"),
         (KeyError("llama9"), "llama9 is missing"),
         (AssertionError(), "no reason was given"),
     ],
-    ids=["lines", "class", "frames", "key", "nothing"],
+    ids=["lines", "class", "frames", "validator", "key", "nothing"],
 )
 def test_a_message_is_one_sentence_without_what_only_programs_need(error, said):
     assert in_one_line(error) == (said or 'failed with "Overflow"')
