@@ -48,6 +48,7 @@ def test_the_command_line_starts_without_torch():
 def test_ctrl_c_during_an_import_that_would_swallow_it_ends_the_command(arguments, tmp_path):
     code = (
         "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "class Swallowing:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name in ('torch', 'fastgrpo.tools.report.summary'):\n"
