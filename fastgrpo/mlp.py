@@ -110,13 +110,13 @@ def _forward(rows: Tensor, mlp: GatedMlp, out: Tensor, save: bool = False) -> _S
     whole = [rows.new_empty(rows.shape[0] if save else most, width) for _ in range(2)]
     product = rows.new_empty(most, width) if save else whole[0]
     for block in blocks:
-        part = block if save else slice(block.stop - block.start)
-        new_gate, new_up = whole[0][part], whole[1][part]
-        new_product = product[: block.stop - block.start]
-        _project(rows[block], _part(hidden_gate, block), gate, new_gate)
-        _project(rows[block], _part(hidden_up, block), up, new_up)
+        first = slice(0, block.stop - block.start)
+        new_gate, new_up = (_part(x, block if save else first) for x in whole)
+        new_product, x = _part(product, first), _part(rows, block)
+        _project(x, _part(hidden_gate, block), gate, new_gate)
+        _project(x, _part(hidden_up, block), up, new_up)
         swiglu(new_gate, new_up, new_product)
-        _project(new_product, _hidden(new_product, down), down, out[block])
+        _project(new_product, _hidden(new_product, down), down, _part(out, block))
     adapted = hidden_gate is not None or hidden_up is not None
     return _Saved(rows if adapted else None, *whole, hidden_gate, hidden_up)
 
@@ -171,27 +171,29 @@ def _backward(
     buffers = [grad.new_empty(blocks[0].stop, gate.weight.shape[0]) for _ in range(3)]
     grad_rows = grad.new_empty(grad.shape[0], gate.weight.shape[1]) if needs_rows else None
     for block in blocks:
-        grad_gate, grad_up, product = (buffer[: block.stop - block.start] for buffer in buffers)
+        first = slice(0, block.stop - block.start)
+        grad_gate, grad_up, product = (_part(buffer, first) for buffer in buffers)
+        x, grad_y = _part(rows, block), _part(grad, block)
         hidden = _part(hidden_gate, block), _part(hidden_up, block)
         if whole_gate is None:
             old_gate, old_up = grad_gate, grad_up
-            _project(rows[block], hidden[0], gate, old_gate)
-            _project(rows[block], hidden[1], up, old_up)
+            _project(x, hidden[0], gate, old_gate)
+            _project(x, hidden[1], up, old_up)
         else:
-            old_gate, old_up = whole_gate[block], whole_up[block]
-        narrow = _narrow(grad[block], down)
-        _sum_products([(narrow, grad[block], down)], product)
+            old_gate, old_up = _part(whole_gate, block), _part(whole_up, block)
+        narrow = _narrow(grad_y, down)
+        _sum_products([(narrow, grad_y, down)], product)
         trains = sums[4] is not None or sums[5] is not None
         swiglu_grad(old_gate, old_up, product, grad_gate, grad_up, product if trains else None)
         if trains:
-            _add_adapter(sums[4:], narrow, product, grad[block], _hidden(product, down))
+            _add_adapter(sums[4:], narrow, product, grad_y, _hidden(product, down))
         parts = []
         for number, (layer, grad_layer) in enumerate(((gate, grad_gate), (up, grad_up))):
             narrow = _narrow(grad_layer, layer)
             parts.append((narrow, grad_layer, layer))
-            _add_adapter(sums[2 * number : 2 * number + 2], narrow, _part(rows, block), grad_layer, hidden[number])
+            _add_adapter(sums[2 * number : 2 * number + 2], narrow, x, grad_layer, hidden[number])
         if grad_rows is not None:
-            _sum_products(parts, grad_rows[block])
+            _sum_products(parts, _part(grad_rows, block))
     return grad_rows
 
 
@@ -236,7 +238,8 @@ def _narrow(grad: Tensor, layer: Adapted | Frozen) -> Tensor | None:
 
 
 def _part(rows: Tensor | None, block: slice) -> Tensor | None:
-    return None if rows is None else rows[block]
+    # A view costs the host as much as a small kernel, and mostly all rows are one block.
+    return rows if rows is None or block == slice(0, rows.shape[0]) else rows[block]
 
 
 def _in_dtype(mlp: GatedMlp) -> Iterator[Adapted | Frozen]:
