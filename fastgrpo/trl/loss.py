@@ -15,7 +15,7 @@ from fastgrpo.trl.fused import FusedLoss, FusedRoute, attached
 from fastgrpo.trl.onpolicy import OldLogProbs, score_again
 from fastgrpo.trl.ordering import RowOrder, unseen
 from fastgrpo.trl.scoring import ScoringMethod
-from fastgrpo.trl.skipping import Kept, kept_rows
+from fastgrpo.trl.skipping import Kept, kept_rows, why_all_rows_count
 
 logger = logging.getLogger("fastgrpo")
 
@@ -153,7 +153,7 @@ class LossMethod(Standing):
     ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
         """A micro-batch's loss, and the log-probs and entropies it is made of."""
         in_training = torch.is_grad_enabled() or given is not None
-        kept = kept_rows(inputs) if self.skip_zero_advantage and in_training else None
+        kept = kept_rows(inputs) if in_training and self._skips() else None
         self.method.loss = loss_pass = LossPass(inputs, self.old, kept, given, counts, self.route.begin(inputs))
         try:
             loss = getattr(type(self.trainer), LOSS_METHOD)(self.trainer, model, inputs)
@@ -163,6 +163,14 @@ class LossMethod(Standing):
         if loss_pass.carried is not None:
             loss = self._with_gradient(loss_pass, loss, model)
         return loss, loss_pass.found
+
+    def _skips(self) -> bool:
+        """Whether rows are left out; no longer where a callback has changed the trainer since it was patched."""
+        obstacle = why_all_rows_count(self.trainer) if self.skip_zero_advantage else ""
+        if obstacle:
+            self.skip_zero_advantage = False
+            logger.warning("fastgrpo: from here on rows without an advantage are computed: %s.", obstacle)
+        return self.skip_zero_advantage
 
     def _with_gradient(self, loss_pass: LossPass, loss: Tensor, model: torch.nn.Module) -> Tensor:
         """A loss that TRL computed from a leaf, with its gradient."""

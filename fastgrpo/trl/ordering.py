@@ -45,6 +45,15 @@ def order_obstacle(trainer: GRPOTrainer) -> str:
         return "a micro-batch has one row"
     if min(trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation) == 1:
         return "an optimizer step has all its rows in one micro-batch"
+    if trainer._is_vlm:
+        return "prompts with images are not shared"
+    for method in (LOSS_METHOD, SCORING_METHOD, "compute_loss", "training_step", "_prepare_inputs"):
+        if overrides(trainer, method):
+            return f"{type(trainer).__name__} brings its own {method}"
+    return _why_the_loss_depends_on_it(trainer)
+
+
+def _why_the_loss_depends_on_it(trainer: GRPOTrainer) -> str:
     if trainer.loss_type not in _SUMS:
         return f"loss_type={trainer.loss_type!r} is a mean over the rows of a micro-batch"
     if trainer._entropy_bonus_enabled:
@@ -53,11 +62,6 @@ def order_obstacle(trainer: GRPOTrainer) -> str:
         return "top_entropy_quantile compares the entropies of a micro-batch"
     if trainer.aux_loss_enabled:
         return "the auxiliary loss is a mean over the tokens of a micro-batch"
-    if trainer._is_vlm:
-        return "prompts with images are not shared"
-    for method in (LOSS_METHOD, SCORING_METHOD, "compute_loss", "training_step", "_prepare_inputs"):
-        if overrides(trainer, method):
-            return f"{type(trainer).__name__} brings its own {method}"
     return ""
 
 
@@ -127,10 +131,15 @@ class RowOrder:
     def _plan(self, buffer: list[MicroBatch], first: int, count: int) -> Exchange:
         stock = buffer[first : first + count]
         sizes = [len(batch["prompt_ids"]) for batch in stock]
+        obstacle = _why_the_loss_depends_on_it(
+            self.trainer
+        )  # a callback may have changed it since the trainer was patched
         unknown = {key for batch in stock for key in batch} - _OF_A_ROW - _OF_ALL
         if unknown:
-            self._say(f"micro-batches carry {', '.join(sorted(unknown))}, which fastgrpo does not know")
-        if count < 2 or unknown:
+            obstacle = f"micro-batches carry {', '.join(sorted(unknown))}, which fastgrpo does not know"
+        if obstacle:
+            self._say(obstacle)
+        if count < 2 or obstacle:
             return Exchange(buffer, first, self.trainer.state, stock)
         whole = {key: _joined([batch[key] for batch in stock]) for key in stock[0]}
         prompts = [

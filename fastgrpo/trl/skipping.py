@@ -48,6 +48,14 @@ class Kept(NamedTuple):
 
 def skipping_obstacle(trainer: GRPOTrainer) -> str:
     """What gives rows without an advantage a gradient, or hides whether they have one; empty where nothing does."""
+    for method in (LOSS_METHOD, SCORING_METHOD):
+        if overrides(trainer, method):
+            return f"{type(trainer).__name__} brings its own {method}"
+    return why_all_rows_count(trainer)
+
+
+def why_all_rows_count(trainer: GRPOTrainer) -> str:
+    """What in its loss gives rows without an advantage a gradient; a callback may change it."""
     if trainer.beta != 0.0:
         return f"beta={trainer.beta} pulls every row to the reference"
     if trainer._entropy_bonus_enabled:
@@ -56,9 +64,6 @@ def skipping_obstacle(trainer: GRPOTrainer) -> str:
         return "top_entropy_quantile compares the entropies of all rows"
     if trainer.aux_loss_enabled:
         return "the auxiliary loss counts the tokens of every row"
-    for method in (LOSS_METHOD, SCORING_METHOD):
-        if overrides(trainer, method):
-            return f"{type(trainer).__name__} brings its own {method}"
     return ""
 
 

@@ -193,6 +193,29 @@ def test_what_is_unknown_stays_with_its_row(tmp_path, monkeypatch, caplog):
     assert caplog.text.count("rows stay in the micro-batches that TRL put them in: micro-batches carry own") == 1
 
 
+class Selects(TrainerCallback):
+    """After the first step the loss counts only some tokens of a micro-batch."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.top_entropy_quantile = 0.5
+
+
+def test_rows_stay_from_when_a_callback_lets_the_loss_depend_on_it(tmp_path, caplog):
+    results = []
+    for options in (None, {}):
+        trainer = tiny_trainer(tmp_path, max_steps=3, gradient_accumulation_steps=4)
+        before = trained_parameters(trainer)
+        if options is not None:
+            fastgrpo.patch(trainer, fastgrpo.Options(**options))
+        selects = Selects()
+        selects.trainer = trainer
+        trainer.add_callback(selects)
+        trainer.train()
+        results.append(trainer)
+    assert_twins(*results, before)
+    assert caplog.text.count("that TRL put them in: top_entropy_quantile compares the entropies") == 1
+
+
 class OwnStep(GRPOTrainer):
     def training_step(self, *args, **kwargs):
         return super().training_step(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from tiny import tiny_trainer
 from tiny_images import vision_settings
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 from twins import assert_same_parameters, trained_parameters, without_ours
 
@@ -72,6 +73,30 @@ def test_losses_and_parameters_are_those_of_stock_training(case, tmp_path):
         for key in theirs.keys() & {"loss", "reward", "grad_norm", "clip_ratio/region_mean"}:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
     assert_same_parameters(stock, patched, before)
+
+
+class Pulls(TrainerCallback):
+    """After the first step the loss pulls every row to the reference."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.beta = 0.5
+
+
+def test_rows_are_computed_from_when_a_callback_gives_them_a_gradient(tmp_path, caplog):
+    results = []
+    for options in (None, fastgrpo.Options(skip_zero_advantage=True)):
+        trainer = tiny_trainer(tmp_path, max_steps=3)
+        trainer.reward_funcs = [reward_few]
+        before = trained_parameters(trainer)
+        if options is not None:
+            fastgrpo.patch(trainer, options)
+        pulls = Pulls()
+        pulls.trainer = trainer
+        trainer.add_callback(pulls)
+        trainer.train()
+        results.append(trainer)
+    assert_same_parameters(*results, before)
+    assert caplog.text.count("rows without an advantage are computed: beta=0.5 pulls every row") == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"mini_batch_size": 1}])
