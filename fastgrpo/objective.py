@@ -531,12 +531,17 @@ def grpo_loss(
     def clean(x: Tensor | None) -> Tensor | None:
         return x if x is None or x.shape != counted.shape else torch.where(counted, x, 0.0)
 
+    def clean_either(x: Tensor, neutral: float) -> Tensor:
+        # As in TRL, a finite value of a row without tokens counts in metrics that have one value a row.
+        kept = counted if x.shape == counted.shape else counted.any(1, keepdim=True) | x.isfinite()
+        return torch.where(kept, x, neutral)
+
     mask = counted.to(logprobs.dtype)
     logprobs, old_logprobs, ref_logprobs, entropy = map(clean, (logprobs, old_logprobs, ref_logprobs, entropy))
     sampling_logprobs = clean(sampling_logprobs)
-    advantages = clean(advantages if advantages.dim() == 2 else advantages.unsqueeze(1))
-    if sampler_ratio is not None and sampler_ratio.shape == counted.shape:
-        sampler_ratio = torch.where(counted, sampler_ratio, 1.0)
+    advantages = clean_either(advantages if advantages.dim() == 2 else advantages.unsqueeze(1), 0.0)
+    if sampler_ratio is not None:
+        sampler_ratio = clean_either(sampler_ratio, 1.0)
     if old_logprobs is None:
         old_logprobs = logprobs.detach()
 

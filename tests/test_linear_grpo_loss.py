@@ -557,6 +557,25 @@ def test_a_frozen_backbone_pays_for_the_weight_only():
 # Edges.
 
 
+@policy
+@every_level
+@every_loss_type
+def test_what_a_sequence_without_rows_that_count_holds_does_no_harm(loss_type, level, on_policy):
+    """Its advantage and its sampler ratio."""
+    rows = make(on_policy=on_policy, leave_out=())
+    sequence = max(range(len(LENGTHS)), key=LENGTHS.__getitem__)
+    first, end = rows.segments[sequence : sequence + 2].tolist()
+    rows.values["loss_mask"][first:end] = False
+    clean = fused(rows, objective(loss_type, level, beta=0.04))
+    assert clean.loss.isfinite()
+    for name, poison in itertools.product(("advantages", "sampler_ratio"), (math.nan, math.inf, -math.inf)):
+        value = rows.values[name].clone()
+        value[sequence] = poison
+        found = fused(replace(rows, values={**rows.values, name: value}), objective(loss_type, level, beta=0.04))
+        assert torch.equal(found.loss, clean.loss), (name, poison)
+        assert torch.equal(found.grads[0], clean.grads[0]), (name, poison)
+
+
 @pytest.mark.parametrize("head", ["frozen", "trained, bias"])
 @policy
 @every_level

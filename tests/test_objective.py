@@ -180,7 +180,7 @@ def test_what_a_row_without_tokens_holds_does_no_harm(loss_type):
     for level, name in itertools.product(IMPORTANCE_SAMPLING_LEVELS, ("advantages", "sampler_ratio")):
         options = everything_on(loss_type, level)
         loss, stats, grads = run(options, tensors)
-        for poison in (1e4, -1e4) if name == "advantages" else (0.0, 1e4):
+        for poison in (math.nan, math.inf, 1e4, -1e4) if name == "advantages" else (math.nan, math.inf, 0.0, 1e4):
             poisoned = {**tensors, name: tensors[name].clone()}
             poisoned[name][2] = poison
             poisoned_loss, poisoned_stats, poisoned_grads = run(options, poisoned)

@@ -86,11 +86,17 @@ class _Dispatcher:
 
     def __init__(self, interface: Any, name: str, local: Any) -> None:
         self.interface, self.name, self.local = interface, name, local
+        self._beneath = _beneath(interface[name])
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """What would be called without the dispatcher."""
         function = self.interface._global_mapping[self.name] if self.local is None else self.local
-        return function(*args, **kwargs)
+        return _beneath(function)(*args, **kwargs)
+
+
+def _beneath(function: Any) -> Any:
+    # Somebody may have looked a name up while a dispatcher stood there, and registered later what was found.
+    return function._beneath if isinstance(function, _Dispatcher) else function
 
 
 class AttentionDispatcher(_Dispatcher):

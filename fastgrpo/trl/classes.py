@@ -121,7 +121,9 @@ class GRPOConfig(_WithTwins, metaclass=ABCMeta):
             )
         check_sampling_text(self)
         precision = choose_precision(self.bf16, self.fp16, device=training_device(self.use_cpu))
+        # TRL itself takes bf16 where nothing is said.
         was_chosen = self.bf16 is None and not self.fp16
+        asked = "TRL's bf16" if was_chosen else "fp16=True" if self.fp16 else "bf16=True" if self.bf16 else ""
         self.bf16, self.fp16 = precision.name == "bf16", precision.name == "fp16"
         if precision.forced:
             self.bf16_full_eval = self.fp16_full_eval = False
@@ -138,8 +140,8 @@ class GRPOConfig(_WithTwins, metaclass=ABCMeta):
         for name, value in tuned.items():
             setattr(self, name, value)
         self._fastgrpo_forced_float32 = precision.forced
-        if precision.forced or (was_chosen and precision.name != "bf16"):
-            self._fastgrpo_precision_note = f"{precision.name} instead of TRL's bf16: {precision.reason}"
+        if asked and (precision.forced or (was_chosen and precision.name != "bf16")):
+            self._fastgrpo_precision_note = f"{precision.name} instead of {asked}: {precision.reason}"
 
     def _settle_autocast(self, autocast: str) -> None:
         # TrainingArguments takes the variable of accelerate where both fields are False.

@@ -226,7 +226,10 @@ class LoggedTrain(Standing):
             return open_numbered(path, **run)
         except OSError as error:
             if chosen is not True:
-                raise
+                raise OSError(
+                    f"run_log is {str(chosen)!r}, which cannot be written: {error}; give a file or folder that can be, or "
+                    "run_log=False."
+                ) from error
             logger.warning("fastgrpo: training without a run log: %s.", error)
             return None
 

@@ -179,7 +179,11 @@ def test_a_place_that_cannot_be_written_stops_no_training_unless_it_was_asked_fo
         trainer.train()
     assert trainer.state.global_step == 1
     assert "training without a run log" in caplog.text
-    with fastgrpo.patch(trainer, fastgrpo.Options(run_log=tmp_path / "file" / "x.jsonl")), pytest.raises(OSError):
+    asked = fastgrpo.Options(run_log=tmp_path / "file" / "x.jsonl")
+    with (
+        fastgrpo.patch(trainer, asked),
+        pytest.raises(OSError, match=r"run_log is '.*file/x.jsonl', .* or run_log=False"),
+    ):
         trainer.train()
 
 

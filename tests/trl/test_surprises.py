@@ -277,3 +277,17 @@ def test_the_check_does_not_depend_on_where_patch_is_called(context, tmp_path):
     with context():
         handle = fastgrpo.patch(trainer)
     assert handle.layout == "varlen" and not handle.finding.skipped and handle.finding.difference < 1e-5
+
+
+def test_a_dispatcher_that_somebody_registers_as_an_attention_calls_what_it_stood_for(tmp_path):
+    original = AttentionInterface._global_mapping["sdpa"]
+    try:
+        with fastgrpo.patch(tiny_trainer(tmp_path)):
+            found = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        AttentionInterface.register("sdpa", found)
+        trainer = tiny_trainer(tmp_path, max_steps=1)
+        with fastgrpo.patch(trainer):
+            trainer.train()
+        assert trainer.state.global_step == 1
+    finally:
+        AttentionInterface.register("sdpa", original)
