@@ -26,7 +26,7 @@ def test_ops_are_registered_and_write_into_what_they_are_given(name):
     schema = getattr(torch.ops.fastgrpo, name).default._schema
     assert not schema.returns
     written = {argument.name for argument in schema.arguments if argument.is_write}
-    assert written & {"logits", "out", "out_query", "counts", "sizes", "sums"}
+    assert written & {"logits", "out", "out_query", "counts", "sizes", "sums", "product"}
 
 
 @needs_library

@@ -95,7 +95,7 @@ def test_target_modules_that_match_nothing_with_the_names_that_exist(toy):
     case = Case(toy, settings={"use_peft": True, "lora_target_modules": ["query", "value"]})
     line = list(check_policy(case))[-1]
     assert line.status == "wrong" and line.layer == "trained"
-    for name in ("query", "q_proj", "down_proj", "and try again); its linear layers"):
+    for name in ("query", "q_proj", "down_proj", "and try again. The model's linear layers are"):
         assert name in line.text
 
 
