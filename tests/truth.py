@@ -7,6 +7,16 @@ from torch import Tensor
 
 from fastgrpo.attention import Segment
 
+COEFFICIENT_SIZES = {
+    "1 / tokens": (1e-5, 1e-4),
+    "times 2^16": (1.0, 10.0),
+    "times 2^30": (1e4, 1e5),
+    "tiny": (1e-25, 1e-24),
+    "huge": (1e20, 1e21),
+    "of every size": (1e-9, 1e3),
+}
+"""Smallest and largest of the coefficients that float16 gradients are tested with."""
+
 
 def logits_float64(
     hidden: Tensor,

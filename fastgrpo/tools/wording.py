@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import fastgrpo
 
 _MOST_CHARACTERS = 400
+_CPP_FRAMES = re.compile(r"\s*Exception raised from .*", re.DOTALL)
+_CLASS_NAME = re.compile(r"\b[A-Z]\w*(?:Error|Exception): |Class validation error for validator '\w+':\s+")
 _NOT_THE_USERS = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib", "platlib")]
 _NOT_THE_USERS.append(Path(fastgrpo.__file__).parent)
 
@@ -35,11 +38,22 @@ class ToolError(ValueError):
 
 
 def reason(error: BaseException) -> str:
-    """An error's text on one line, whole up to a few hundred characters; its type's name where it has no text."""
-    text = " ".join(str(error).split()).rstrip(". ") or type(error).__name__
-    if len(text) <= _MOST_CHARACTERS:
-        return text
-    return text[:_MOST_CHARACTERS].rsplit(" ", 1)[0] + " ..."
+    """
+    An error's text on one line, without names of classes, C++ frames and full stop, cut between words where it is long.
+
+    Args:
+        error: of any library.
+
+    Returns:
+        the name of the error's type where it has no text.
+    """
+    if isinstance(error, KeyError) and error.args:
+        return f"{error.args[0]} is missing"
+    text = " ".join(_CLASS_NAME.sub("", _CPP_FRAMES.sub("", str(error))).split()).rstrip(".: ")
+    if len(text) > _MOST_CHARACTERS:
+        text = text[:_MOST_CHARACTERS].rsplit(" ", 1)[0] + " ..."
+    # Quotation marks that the frames have left open.
+    return text + '"' * (text.count('"') % 2) or type(error).__name__
 
 
 def named(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from row_kernels import GIVEN, OBJECTIVE, Params, RowArgs, pitch_of
 from torch import Tensor
+from truth import COEFFICIENT_SIZES
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SCALE = 4096.0
@@ -119,14 +120,6 @@ def coefficients(low: float, high: float) -> Tensor:
     return size
 
 
-SIZES = {
-    "1 / tokens": (1e-5, 1e-4),
-    "times 2^16": (1.0, 10.0),
-    "times 2^30": (1e4, 1e5),
-    "tiny": (1e-25, 1e-24),
-    "huge": (1e20, 1e21),
-    "of every size": (1e-9, 1e3),
-}
 HEADS = {
     "plain": {},
     "scaled": {"temperature": 0.7, "logit_scale": 1.3},
@@ -134,12 +127,14 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", COEFFICIENT_SIZES)
 @pytest.mark.parametrize("head", HEADS)
 def test_float16_rows_lose_no_digit_to_their_coefficients(row_twin, size, head):
     for words, objective, bonus in itertools.product((7, 1000), (True, False), (True, False)):
-        h = coefficients(*SIZES[size]) if bonus else None
-        case = Case(row_twin, *rows_of(words), coefficients(*SIZES[size]), h, objective=objective, **HEADS[head])
+        h = coefficients(*COEFFICIENT_SIZES[size]) if bonus else None
+        case = Case(
+            row_twin, *rows_of(words), coefficients(*COEFFICIENT_SIZES[size]), h, objective=objective, **HEADS[head]
+        )
         assert case.worst_row() <= 1e-3
         assert case.stored.abs().max() < 2 * SCALE
         assert torch.frexp(case.factors[case.factors != 0]).mantissa.eq(0.5).all()

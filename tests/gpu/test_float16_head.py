@@ -10,7 +10,7 @@ import pytest
 import torch
 from row_kernels import launch, over, padded
 from torch import Tensor
-from truth import logits_float64, logprobs_float64, relative_error
+from truth import COEFFICIENT_SIZES, logits_float64, logprobs_float64, relative_error
 
 from fastgrpo import Objective, linear_grpo_loss, linear_logprob
 from fastgrpo.kernels import cuda
@@ -27,14 +27,6 @@ FP16 = torch.float16
 CLUSTERS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 KERNELS = pytest.mark.parametrize("kernel", ["streamed", *(["cluster"] if CLUSTERS else [])])
 SCALE = 4096.0
-SIZES = {
-    "1 / tokens": (1e-5, 1e-4),
-    "times 2^16": (1.0, 10.0),
-    "times 2^30": (1e4, 1e5),
-    "tiny": (1e-25, 1e-24),
-    "huge": (1e20, 1e21),
-    "of every size": (1e-9, 1e3),
-}
 
 
 def coefficients(count: int, low: float, high: float) -> Tensor:
@@ -55,7 +47,7 @@ def kernel_case(rows: int, vocabulary: int, size: str) -> dict[str, Tensor]:
     products = torch.randn(rows, vocabulary, device=DEVICE)
     targets = torch.randint(vocabulary, (rows,), device=DEVICE)
     products[torch.arange(0, rows, 2), targets[::2]] += 3.0
-    advantages, entropy_weights = (coefficients(rows, *SIZES[size]) for _ in range(2))
+    advantages, entropy_weights = (coefficients(rows, *COEFFICIENT_SIZES[size]) for _ in range(2))
     advantages[5] = entropy_weights[5] = 0.0
     return {"products": products, "targets": targets, "advantages": advantages, "entropy_weights": entropy_weights}
 
@@ -72,7 +64,7 @@ def run_kernel(kernel: str, products: Tensor, targets: Tensor, **values: Tensor 
 
 @KERNELS
 @pytest.mark.parametrize("vocabulary", [7, 5003, 151936])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", COEFFICIENT_SIZES)
 @pytest.mark.parametrize("bonus", [False, True])
 def test_the_kernels_take_a_power_of_two_out_of_every_row(kernel, vocabulary, size, bonus):
     case = kernel_case(40, vocabulary, size)
@@ -157,12 +149,12 @@ def leaves(values: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [value.to(dtype, copy=True).requires_grad_() for value in values]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", COEFFICIENT_SIZES)
 @pytest.mark.parametrize("bonus", [False, True])
 def test_log_probs_with_float32_masters_equal_float64(size, bonus):
     assert head_kernels(DEVICE, FP16) is cuda
     *values, targets = head()
-    g, h = coefficients(COUNT, *SIZES[size]), 0.1 * coefficients(COUNT, *SIZES[size])
+    g, h = coefficients(COUNT, *COEFFICIENT_SIZES[size]), 0.1 * coefficients(COUNT, *COEFFICIENT_SIZES[size])
     g[COUNT // 2 :] *= 1e-4  # batches of rows whose largest differ
     targets[::7] = -100
     ours, exact = leaves(values, torch.float32), leaves(values, torch.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -81,11 +80,9 @@ def _measure(case: Case, config: PretrainedConfig) -> ModelShape:
     except Exception as error:  # what a configuration that does not build raises is as varied as configurations
         text = reason(error)
         if "lora_targets" in text:
-            text = str(error).replace("lora_targets=", "target_modules=")
-            if error.__cause__ is not None:  # whose words the plan cuts short
-                whole = reason(error.__cause__)
-                text = re.sub(r"\(.*\); its", lambda _: f"({whole}); its", text, flags=re.DOTALL)
-            raise ToolError(text, "name layers that exist; `all-linear` takes all") from error
+            raise ToolError(
+                str(error).replace("lora_targets=", "target_modules="), "name layers that exist; `all-linear` takes all"
+            ) from error
         raise ToolError(f"{case.model} does not build a model: {text}", "restore its config.json") from error
 
 

@@ -13,7 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
-from fastgrpo.tools.plan.words import in_one_line
+from fastgrpo.tools.wording import reason
 
 NUMBERS = {
     "hidden": "hidden_size",
@@ -67,7 +67,7 @@ def config_from_numbers(**numbers: int | bool) -> PretrainedConfig:
     try:
         return LlamaConfig(**{NUMBERS[name]: value for name, value in numbers.items()})
     except Exception as error:  # what else transformers demands of a model
-        raise ValueError(f"there is no model of these numbers: {in_one_line(error)}.") from error
+        raise ValueError(f"there is no model of these numbers: {reason(error)}.") from error
 
 
 def parse_numbers(text: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def read_config(model: str | Path | PretrainedConfig) -> tuple[str, PretrainedCo
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}. {_GIVE}") from error
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {in_one_line(error)}. {_GIVE}") from error
+        raise ValueError(f"{file} is no JSON: {reason(error)}. {_GIVE}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds no JSON object, as a config.json does. {_GIVE}")
     for part in (values, values.get("text_config")):
@@ -117,9 +117,7 @@ def read_config(model: str | Path | PretrainedConfig) -> tuple[str, PretrainedCo
         # Under whatever names an architecture has for them.
         _check_sizes({key: getattr(config.get_text_config(), key, None) for key in (*_LAYERS, *_SIZES)}, str(file))
     except Exception as error:  # what a wrong file raises is as varied as wrong files
-        raise ValueError(
-            f"{model} is no model that transformers can describe: {in_one_line(error)}. {_GIVE}"
-        ) from error
+        raise ValueError(f"{model} is no model that transformers can describe: {reason(error)}. {_GIVE}") from error
     return name, config
 
 

@@ -17,7 +17,7 @@ from fastgrpo.tools.plan.memory import MemoryPlan, assemble
 from fastgrpo.tools.plan.settings import PlanSettings
 from fastgrpo.tools.plan.shape import ModelShape, build, decoder_layers, kv_cache_bytes, measure, quiet
 from fastgrpo.tools.plan.trace import Activations, trace
-from fastgrpo.tools.plan.words import in_one_line
+from fastgrpo.tools.wording import reason
 
 
 def estimate_memory(
@@ -92,7 +92,7 @@ class _Estimator:
             try:
                 self._shapes[key] = measure(self._name, model)
             except (AttributeError, TypeError) as error:
-                raise ValueError(f"{self._name} is no decoder that can be planned: {in_one_line(error)}.") from error
+                raise ValueError(f"{self._name} is no decoder that can be planned: {reason(error)}.") from error
         return self._shapes[key]
 
     def _activations(self, settings: PlanSettings, shape: ModelShape) -> tuple[Activations, str]:
@@ -128,7 +128,7 @@ class _Estimator:
         except Exception as error:  # a model whose layers need values (some mixtures of experts) raises what it likes
             return _rule_of_thumb(self._config, settings, shape, rows * length), (
                 "activations are a rule of thumb, good to a third: the model's layers cannot be followed "
-                f"({in_one_line(error)})"
+                f"({reason(error)})"
             )
 
 

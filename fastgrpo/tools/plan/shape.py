@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from fastgrpo.tools.plan.trace import ATTENTION
-from fastgrpo.tools.plan.words import in_one_line
+from fastgrpo.tools.wording import reason
 
 _FULL_ATTENTION = "full_attention"
 _WINDOWED = ("sliding_attention", "chunked_attention")
@@ -80,7 +80,7 @@ def build(
             return get_peft_model(model, LoraConfig(r=lora_rank, target_modules=targets), low_cpu_mem_usage=True)
         except Exception as error:  # peft and torch raise what they like
             raise ValueError(
-                f"lora_targets={lora_targets!r} with lora_rank={lora_rank} make no adapter: {in_one_line(error)}. The model's "
+                f"lora_targets={lora_targets!r} with lora_rank={lora_rank} make no adapter: {reason(error)}. The model's "
                 f"linear layers are {', '.join(names)}."
             ) from error
 
@@ -98,7 +98,7 @@ def _from_config(config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
             except Exception as error:  # a model whose numbers do not go together raises what it likes
                 errors.append(error)
     raise ValueError(
-        f"a language model of the {config.model_type} architecture cannot be built of these numbers: {in_one_line(errors[0])}."
+        f"a language model of the {config.model_type} architecture cannot be built of these numbers: {reason(errors[0])}."
     ) from errors[0]
 
 

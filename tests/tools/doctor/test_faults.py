@@ -197,7 +197,11 @@ async def delayed(completions):
             "wrong",
             "does not take trainer_state, log_extra, log_metric",
         ),
-        (lambda completions, **columns: columns["answer"], "wrong", "raises KeyError: 'answer' (test_faults.py"),
+        (
+            lambda completions, **columns: columns["answer"],
+            "wrong",
+            "raises KeyError: answer is missing (test_faults.py",
+        ),
         (lambda completions, **_: exit(4), "wrong", "calls sys.exit(4)"),
         (lambda completions, **_: delayed(completions), "wrong", "is no `async def`"),
         (lambda completions, **_: [len(text) for text in completions], "ok", "the same twice"),

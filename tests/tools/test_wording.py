@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastgrpo.tools.plan.words import in_one_line
+from fastgrpo.tools.wording import reason
 
 
 @pytest.mark.parametrize(
@@ -20,14 +20,14 @@ from fastgrpo.tools.plan.words import in_one_line
         ),
         (ValueError("Class validation error for validator 'validate_rope':\n    RoPEError: odd"), "odd"),
         (KeyError("llama9"), "llama9 is missing"),
-        (AssertionError(), "no reason was given"),
+        (AssertionError(), "AssertionError"),
     ],
     ids=["lines", "class", "frames", "validator", "key", "nothing"],
 )
 def test_a_message_is_one_sentence_without_what_only_programs_need(error, said):
-    assert in_one_line(error) == (said or 'failed with "Overflow"')
+    assert reason(error) == (said or 'failed with "Overflow"')
 
 
 def test_a_long_message_ends_at_a_word_and_says_that_it_goes_on():
-    text = in_one_line(ValueError("word " * 200))
-    assert len(text) < 260 and text.endswith("word ...")
+    text = reason(ValueError("word " * 200))
+    assert len(text) < 420 and text.endswith("word ...")
