@@ -52,6 +52,7 @@ class DemoOptions:
         steps: optimizer steps; None = the recipe's.
         pretrain_steps: steps of the toy's pre-training at most; None = as many as it takes.
         held_out: problems for pass@1; None = the recipe's.
+        device: "cpu", or "cuda" for the first GPU.
         seed: of everything random.
         name: of the run's folder; None = "demo" or "demo-toy".
         runs_dir: where that folder is made.
@@ -63,6 +64,7 @@ class DemoOptions:
     steps: int | None = None
     pretrain_steps: int | None = None
     held_out: int | None = None
+    device: str = "cpu"
     seed: int = 0
     name: str | None = None
     runs_dir: Path = Path("runs")
@@ -95,6 +97,7 @@ def run_demo(options: DemoOptions, console: Console, began: float | None = None)
         say(console, f"There will be no picture: {no_picture}.")
     if not options.stock:
         _refuse_unsupported(check_installation)
+    _check_device(options.device)
     check_writable(options.runs_dir)
     source = None if options.toy else _find_model(options, console)
     folder = make_run_folder(options.runs_dir, options.name or ("demo-toy" if options.toy else "demo"))
@@ -114,7 +117,9 @@ def run_demo(options: DemoOptions, console: Console, began: float | None = None)
         picture = folder / "reward.png"
         if record.rewards and not no_picture:
             with quiet_libraries():
-                plot_reward(record, picture, f"{record.run['model']} on two-digit sums, GRPO on a CPU")
+                plot_reward(
+                    record, picture, f"{record.run['model']} on two-digit sums, GRPO on {_place(options.device)}"
+                )
         for path in filter(Path.exists, (record.path, picture)):
             say(console, str(path))
     return status
@@ -152,6 +157,18 @@ def make_run_folder(runs_dir: Path, name: str) -> Path:
     raise AssertionError
 
 
+def _place(device: str) -> str:
+    return "a CPU" if device == "cpu" else torch.cuda.get_device_name(device)
+
+
+def _check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Stopped(
+            "--device cuda: torch finds no GPU here. `fastgrpo doctor` tells why; leave --device out for the CPU.",
+            USAGE,
+        )
+
+
 def _find_model(options: DemoOptions, console: Console) -> Path:
     if options.model is not None:
         if not options.model.exists():
@@ -180,12 +197,12 @@ def _train(
     sums = all_sums(recipe.template, options.seed)
     split = options.held_out or recipe.held_out
     held_out, training = sums[:split], sums[split:]
-    config = grpo_config(recipe, steps, options.seed, folder)
+    config = grpo_config(recipe, steps, options.seed, folder, options.device)
     header = describe_run(
         config,
         model=str(options.model) if options.model else recipe.model,
         rollout_path="transformers",
-        device="cpu",
+        device=options.device,
         options=None if options.stock else PATCH,
     )
     clock = StepClock()
@@ -234,7 +251,7 @@ def _loaded(source: Path, display: Display) -> Loaded:
 
 def _pretrained_toy(options: DemoOptions, training: list[Sum], display: Display) -> Loaded:
     tokenizer = toy_tokenizer()
-    model = toy_model(tokenizer)
+    model = toy_model(tokenizer).to(options.device)
     display.begin("pre-training the toy")
     last = 0.0
 

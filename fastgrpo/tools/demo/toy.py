@@ -70,14 +70,14 @@ def pretrain(
         max_steps: of 128 sums each; training ends there at the latest.
         progress: called with (steps done, smoothed loss) after every step.
     """
-    ids, labels = _supervised(tokenizer, sums)
+    ids, labels = (values.to(model.device) for values in _supervised(tokenizer, sums))
     order = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / _WARMUP))
     smoothed = None
     model.train()
     for step in range(1, max_steps + 1):
-        rows = torch.randint(len(ids), (_BATCH,), generator=order)
+        rows = torch.randint(len(ids), (_BATCH,), generator=order).to(model.device)
         loss = model(input_ids=ids[rows], labels=labels[rows]).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
@@ -15,8 +16,8 @@ from fastgrpo.tools.demo.recipe import Recipe
 from fastgrpo.tools.demo.tasks import Sum
 
 
-def grpo_config(recipe: Recipe, steps: int, seed: int, folder: Path) -> GRPOConfig:
-    """TRL's configuration for a silent float32 run on the CPU."""
+def grpo_config(recipe: Recipe, steps: int, seed: int, folder: Path, device: str = "cpu") -> GRPOConfig:
+    """TRL's configuration for a silent run: float32 on the CPU, on a GPU with bfloat16 autocast where it has that."""
     return GRPOConfig(
         output_dir=str(folder),
         max_steps=steps,
@@ -26,8 +27,8 @@ def grpo_config(recipe: Recipe, steps: int, seed: int, folder: Path) -> GRPOConf
         max_completion_length=recipe.max_completion_length,
         learning_rate=recipe.learning_rate,
         warmup_steps=min(recipe.warmup_steps, steps // 2),
-        use_cpu=True,
-        bf16=False,
+        use_cpu=device == "cpu",
+        bf16=device != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False),
         gradient_checkpointing=False,
         logging_steps=1,
         report_to="none",

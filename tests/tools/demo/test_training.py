@@ -70,6 +70,13 @@ def test_adapters_sit_in_the_upper_half_of_the_layers_only(tmp_path):
     }
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named_before_any_work(tmp_path, capsys):
+    assert cli.main(["demo", "--toy", "--device", "cuda", "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert "torch finds no GPU here" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_local_model_is_trained(saved_toy, tmp_path, capsys):
     arguments = ["--model", str(saved_toy), "--steps", "2", "--held-out", "4", "--runs-dir", str(tmp_path / "runs")]
     assert cli.main(["demo", *arguments]) == 0
