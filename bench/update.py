@@ -39,6 +39,8 @@ class Workload:
         prompt_tokens: shortest and longest prompt.
         completion_median, completion_spread: of the log-normal completion lengths: tokens, and sigma of the logarithm.
         completion_max: longest completion (`max_completion_length`).
+        spread: standard deviation of the weights. Scores of an attention without norms have one of about width x spread^2; far
+            above 1, two bf16 runs of many layers have hardly a digit of their gradients in common.
         family: `"llama"` or `"qwen3"`.
         shared: the completions of a prompt have it in common; False = every row has an own prompt of that length.
         tied: embeddings and output head are one matrix.
@@ -63,6 +65,7 @@ class Workload:
     completion_median: int
     completion_spread: float
     completion_max: int
+    spread: float = 0.04
     family: str = "llama"
     shared: bool = True
     tied: bool = True
@@ -82,7 +85,7 @@ class Workload:
             "vocab_size": self.vocabulary,
             "tie_word_embeddings": self.tied,
             "max_position_embeddings": max(8192, self.prompt_tokens[1] + self.completion_max),
-            "initializer_range": 0.04,
+            "initializer_range": self.spread,
             "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": 1,
@@ -163,6 +166,7 @@ VISION = Workload(
     completion_median=300,
     completion_spread=0.8,
     completion_max=1024,
+    spread=0.02,
     vision=Tower(layers=32, hidden=1280, heads=16, intermediate=3420, side=32),
     cases=_LORA,
     reference=True,
@@ -184,6 +188,7 @@ LLAMA_LONG = Workload(
     completion_median=20_000,
     completion_spread=0.0,
     completion_max=20_000,
+    spread=0.02,
     tied=False,
     cases=_LORA,
     options=(("mini_batch_size", 1), ("offload_activations", True)),
@@ -199,8 +204,12 @@ LLAMA_ONE = replace(
     micro_batch=1,
     options=(("offload_activations", True),),
 )
+# Short enough for a float32 run, whose attention keeps its scores.
+LLAMA_SHORT = replace(
+    LLAMA_ONE, name="Llama-3.1-8B, 2048 tokens", completion_median=1568, completion_max=1568, reference=True
+)
 # Minutes each, or beside the point of most runs, so only when they are asked for.
-ASKED_FOR = (LLAMA_LONG, LLAMA_RECOMPUTED, LLAMA_ONE, VISION_IN_PARTS)
+ASKED_FOR = (LLAMA_LONG, LLAMA_RECOMPUTED, LLAMA_ONE, LLAMA_SHORT, VISION_IN_PARTS)
 WORKLOADS = {"cpu": (SMOLLM2,), "cuda": (QWEN3_512, QWEN3_2048, QWEN3_EQUAL, QWEN3_BY_4, QWEN3_BY_2, VISION)}
 QUICK = Workload(
     "quick",
