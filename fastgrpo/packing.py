@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,7 @@ class Packed:
         segments: runs of tokens that see each other, and the prefixes they continue, see `fastgrpo.attention`.
         index: `[B, L]` int64, where each token of the batch is in the row; 0 for padding.
         real: `[B, L]` bool, False on padding.
+        rows: numbers of the rows of the batch in the order in which they begin; of rows that share a prompt, the first.
     """
 
     tokens: Tensor
@@ -91,6 +93,7 @@ class Packed:
     segments: list[Segment]
     index: Tensor
     real: Tensor
+    rows: list[int]
 
     def previous(self) -> Tensor:
         """`[B, L]`: where the token before each is, in its own row of the batch; 0 for a row's first and for padding."""
@@ -106,7 +109,11 @@ class Packed:
 
 
 def pack(
-    input_ids: Tensor, attention_mask: Tensor, prompt_lengths: Tensor | None = None, share_prefix: bool = False
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    prompt_lengths: Tensor | None = None,
+    share_prefix: bool = False,
+    beside: Sequence[Hashable] | None = None,
 ) -> Packed:
     """
     Puts the real tokens of all rows behind each other.
@@ -116,6 +123,8 @@ def pack(
         attention_mask: `[B, L]` bool or integer, not 0 on real tokens, which may stand anywhere.
         prompt_lengths: `[B]` integers, how many of a row's first real tokens are its prompt; needed for sharing.
         share_prefix: rows with the same prompt follow each other, and the prompt stands before them once.
+        beside: B things, of each row what its prompt has beside its tokens, such as numbers of its pictures: only prompts
+            that are equal in it, too, are the same. None = nothing.
 
     Returns:
         Packed. Rows keep their order, but for those that join the first row with their prompt.
@@ -136,6 +145,8 @@ def pack(
         raise ValueError(
             f"prompt_lengths has shape {tuple(prompt_lengths.shape)}; it must be [{batch}], one for each row."
         )
+    if beside is not None and len(beside) != batch:
+        raise ValueError(f"beside has {len(beside)} entries; it must have {batch}, one for each row.")
     device = input_ids.device
     real = attention_mask.bool()
     # The one place where ids, lengths and prompts are read from the device, in one copy.
@@ -149,7 +160,9 @@ def pack(
     for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         if not 0 <= prompt <= len(row):
             raise ValueError(f"prompt_lengths[{number}] is {prompt}; the row has {len(row)} tokens.")
-        name = tuple(row[:prompt].tolist()) if share_prefix and prompt else number
+        name = number
+        if share_prefix and prompt:
+            name = (tuple(row[:prompt].tolist()), None if beside is None else beside[number])
         groups.setdefault(name, []).append(number)
 
     tokens, positions, segments, places = [], [], [], [torch.empty(0, dtype=torch.int64)] * batch
@@ -189,6 +202,7 @@ def pack(
         segments=segments,
         index=index.view(batch, width),
         real=real,
+        rows=[members[0] for members in groups.values()],
     )
 
 

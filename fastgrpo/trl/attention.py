@@ -106,7 +106,8 @@ class AttentionDispatcher(_Dispatcher):
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         layout: Layout | None = kwargs.pop(LAYOUT_ARGUMENT, None)
-        if layout is None:
+        # A vision tower gets the arguments of the model's forward, too, and sees no row of tokens.
+        if layout is None or not getattr(module, "is_causal", True):
             return self.original(module, query, key, value, attention_mask, **kwargs)
         unknown = [name for name in _UNKNOWN_TERMS if kwargs.get(name) is not None]
         if unknown or kwargs.get("dropout"):

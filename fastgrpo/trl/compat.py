@@ -18,6 +18,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import GRPOTrainer
 
+from fastgrpo.trl.images import images_obstacle
+
 TRL_RANGE = ("1.12", "1.17")
 SCORING_METHOD = "_get_per_token_logps_and_entropies"
 LOSS_METHOD = "_compute_loss"
@@ -220,10 +222,8 @@ def varlen_obstacle(trainer: GRPOTrainer) -> str:
     device = trainer.accelerator.device.type
     if device not in ("cpu", "cuda"):
         return f"there is no padding-free attention for {device} yet"
-    if trainer._is_vlm:
-        return "vision-language positions depend on the images"
     for model in models_of(trainer):
-        obstacle = _model_obstacle(model)
+        obstacle = _model_obstacle(model) or (images_obstacle(model) if trainer._is_vlm else "")
         if not obstacle and device == "cuda":
             obstacle = _flash_obstacle(trainer, model)
         if obstacle:

@@ -1,12 +1,14 @@
-"""Rows with images: left-packed, and some of a micro-batch's rows with the images that are theirs.
+"""Rows with images: without padding, or left-packed, and some of a micro-batch's rows with the images that are theirs.
 
 TRL's scoring method knows which images belong to which rows, for every family of models, and makes a model's inputs of them.
-That stays its business: it is given a model of which only the call differs, and of a micro-batch in parts, it is given
-one part. Positions come from the model, which reads them off the attention mask and the images.
+Where rows are left-packed, that stays its business: it is given a model of which only the call differs, and of a
+micro-batch in parts, it is given one part. Without padding, a model gets the images of the rows whose prompts are there.
+Positions come from the model in either case, which reads them off the attention mask and the images.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -17,6 +19,42 @@ from fastgrpo.packing import left_pack
 
 # What TRL passes beside the ids with an entry a token; everything else belongs to images.
 _PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+# Models whose image features go, image after image, to the image tokens of a row, whose attention is causal over images, and
+# whose backbone says what the positions of padded rows are. Each has a test.
+_PACKED_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_POSITIONS_METHOD = "compute_3d_position_ids"
+_IMAGES = {"pixel_values", "image_grid_thw", "num_images"}
+
+
+def images_obstacle(model: torch.nn.Module) -> str:
+    """Why rows with images cannot reach a model without padding; empty where they can."""
+    kind = model.config.model_type
+    if kind not in _PACKED_FAMILIES:
+        return (
+            f"images of {kind!r} are not known to fit rows without padding; those of {', '.join(_PACKED_FAMILIES)} do"
+        )
+    if not hasattr(_backbone(model), _POSITIONS_METHOD):
+        return f"this transformers does not tell the positions of {kind!r}"
+    return ""
+
+
+def packed_images(inputs: dict[str, Any], rows: int) -> ImagesByRow | None:
+    """
+    What rows have beside their tokens, for a model without an `images_obstacle`.
+
+    Args:
+        inputs: what TRL passes to its scoring method beside the ids; None = not there.
+        rows: B.
+
+    Returns:
+        Their images; None where there is something else that such a model's forward may want.
+    """
+    given = {name for name, value in inputs.items() if value is not None}
+    return ImagesByRow(inputs, rows) if _IMAGES <= given <= _IMAGES | {"mm_token_type_ids"} else None
+
+
+def _backbone(model: torch.nn.Module) -> torch.nn.Module:
+    return getattr(model, model.base_model_prefix)
 
 
 class LeftPackedForward:
@@ -94,21 +132,68 @@ class ImagesByRow:
                     "max_tokens_per_microbatch and skip_zero_advantage need it; leave them None, None and False."
                 )
 
-    def take(self, rows: Tensor) -> dict[str, Any]:
+    def part(self, rows: Tensor) -> ImagesByRow:
         """
         The same for some rows.
 
         Args:
             rows: `[K]` int64.
-
-        Returns:
-            Arguments of TRL's scoring method; nothing of images where these rows have none.
         """
         numbers = rows.tolist()
-        taken = {
+        part = object.__new__(ImagesByRow)
+        part._apart = {
             name: value[rows] if isinstance(value, Tensor) else [value[number] for number in numbers]
             for name, value in self._apart.items()
         }
-        if "num_images" in taken and not any(taken["num_images"]):
-            return {name: value for name, value in taken.items() if name in _PER_TOKEN}
-        return unsplit_pixel_values_by_grid(taken)
+        return part
+
+    def split(self, rows: int) -> list[ImagesByRow]:
+        """The same of every so many rows."""
+        return [self.part(some) for some in torch.arange(len(self._apart["pixel_values"])).split(rows)]
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of TRL's scoring method; nothing of images where no row has one."""
+        if "num_images" in self._apart and not any(self._apart["num_images"]):
+            return {name: value for name, value in self._apart.items() if name in _PER_TOKEN}
+        return unsplit_pixel_values_by_grid(dict(self._apart))
+
+    def names(self) -> list[int]:
+        """Of each row the number of the first row with the same images, bit by bit."""
+        pixels, grids = self._apart["pixel_values"], self._apart["image_grid_thw"]
+        firsts: list[int] = []
+        names = []
+        for row, (values, grid) in enumerate(zip(pixels, grids, strict=True)):
+            same = (first for first in firsts if torch.equal(grids[first], grid) and torch.equal(pixels[first], values))
+            name = next(same, row)
+            if name == row:
+                firsts.append(row)
+            names.append(name)
+        return names
+
+    def positions(self, model: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
+        """
+        What the model itself takes for the positions of padded rows.
+
+        Args:
+            model: of a family without an `images_obstacle`, unwrapped.
+            input_ids, attention_mask: `[B, L]`, as TRL pads them.
+
+        Returns:
+            `[dimensions, B, L]`; None where the model counts tokens.
+        """
+        method = getattr(_backbone(model), _POSITIONS_METHOD)
+        inputs = self.arguments()
+        known = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "image_grid_thw": inputs.get("image_grid_thw"),
+            "mm_token_type_ids": inputs.get("mm_token_type_ids"),
+        }
+        # Token by token, with questions to the device for each image; there are no answers to wait for on the host.
+        known = {name: value if value is None else value.cpu() for name, value in known.items()}
+        return method(**{name: known.get(name) for name in inspect.signature(method).parameters})
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Arguments of the forward of such a model that has these rows without padding."""
+        found = self.arguments()
+        return {name: found[name] for name in ("pixel_values", "image_grid_thw") if name in found}

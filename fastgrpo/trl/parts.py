@@ -7,7 +7,7 @@ so nothing that is summed changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,13 @@ class Limits:
         return self.sequences is not None or self.tokens is not None
 
     def split(
-        self, input_ids: Tensor, attention_mask: Tensor, scored: Tensor, layout: str, share: bool
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        scored: Tensor,
+        layout: str,
+        share: bool,
+        beside: Sequence[Hashable] | None = None,
     ) -> list[Tensor]:
         """
         Parts within the limits; rows of one prompt stay together as far as they fit.
@@ -43,12 +49,13 @@ class Limits:
             input_ids, attention_mask: `[B, L]`.
             scored: `[B, L]` bool, the completions.
             layout, share: how the rows of a part reach the model, which says what they cost.
+            beside: see `fastgrpo.pack`.
 
         Returns:
             Row numbers of each part, ascending; every row once. The last part costs most. A row that exceeds the limit on
             its own is a part of its own.
         """
-        costs = _Costs(input_ids, attention_mask != 0, scored, layout, share)
+        costs = _Costs(input_ids, attention_mask != 0, scored, layout, share, beside)
         parts: list[list[int]] = []
         for group in costs.groups():
             for piece in [group] if self._allow(costs, group) else [[row] for row in group]:
@@ -70,7 +77,15 @@ class Limits:
 class _Costs:
     """Tokens that the model computes for some rows together."""
 
-    def __init__(self, input_ids: Tensor, real: Tensor, scored: Tensor, layout: str, share: bool) -> None:
+    def __init__(
+        self,
+        input_ids: Tensor,
+        real: Tensor,
+        scored: Tensor,
+        layout: str,
+        share: bool,
+        beside: Sequence[Hashable] | None = None,
+    ) -> None:
         self.layout, self.width = layout, input_ids.shape[1]
         prompt = real & ~scored
         self.lengths, self.prompts = real.sum(1).tolist(), prompt.sum(1).tolist()
@@ -78,7 +93,8 @@ class _Costs:
         if layout == "varlen" and share:
             first: dict[object, int] = {}
             for row, (ids, kept) in enumerate(zip(input_ids.cpu(), prompt.cpu(), strict=True)):
-                self.names[row] = first.setdefault(tuple(ids[kept].tolist()) or row, row)
+                name = (tuple(ids[kept].tolist()), None if beside is None else beside[row])
+                self.names[row] = first.setdefault(name if name[0] else row, row)
 
     def groups(self) -> list[list[int]]:
         """Rows that share a prompt, the longest row first; the most expensive group first."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,10 +29,11 @@ from fastgrpo.trl.compat import (
     has_attention_window,
     has_fused_head,
     overrides,
+    unwrapped,
 )
 from fastgrpo.trl.fused import FusedLoss
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
-from fastgrpo.trl.images import ImagesByRow, LeftPackedForward
+from fastgrpo.trl.images import ImagesByRow, LeftPackedForward, packed_images
 from fastgrpo.trl.layers import FusedLayers
 from fastgrpo.trl.offload import Offload
 from fastgrpo.trl.parts import Limits, score_in_parts
@@ -137,7 +139,10 @@ class ScoringMethod(Standing):
         odd = not 0 < logits_to_keep < input_ids.shape[1]
         pictured = any(value is not None for value in model_inputs.values())
         kept = None if self.loss is None else self.loss.kept
-        if odd or self._own_method or pictured:
+        images = None
+        if pictured and not odd and not self._own_method:
+            images = self._images_for_packed_rows(model, input_ids, attention_mask, logits_to_keep, model_inputs)
+        if odd or self._own_method or (pictured and images is None):
             if pictured and not odd and (self.limits or kept is not None):
                 images = ImagesByRow(model_inputs, input_ids.shape[0])
                 with profiling_context(self.trainer, SCORING_METHOD), self._saving(model):
@@ -160,13 +165,17 @@ class ScoringMethod(Standing):
                 input_ids, attention_mask = input_ids[kept.rows], attention_mask[kept.rows]
                 counted = None if counted is None else counted[kept.rows]
                 fused_loss = None if fused_loss is None else fused_loss.map(lambda x: x[kept.rows])
+                images = None if images is None else images.part(kept.rows)
             rows = batch_size or max(input_ids.shape[0], 1)
+            some_images = [None] * -(-input_ids.shape[0] // rows) if images is None else images.split(rows)
             with self._saving(model):
                 parts = [
                     self._score_within_limits(
-                        model, ids, mask, logits_to_keep, entropy, compute_aux_loss, counted, fused_loss
+                        model, ids, mask, logits_to_keep, entropy, compute_aux_loss, counted, fused_loss, some
                     )
-                    for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
+                    for ids, mask, some in zip(
+                        input_ids.split(rows), attention_mask.split(rows), some_images, strict=True
+                    )
                 ]
             all_logprobs, all_entropies, aux_losses = zip(*parts, strict=True)
             logprobs, entropies = torch.cat(all_logprobs), torch.cat(all_entropies) if compute_entropy else None
@@ -216,14 +225,37 @@ class ScoringMethod(Standing):
         """While this is open, what is kept for the backward pass goes where the options say."""
         return nullcontext() if self.offload is None else self.offload.saving(model)
 
+    def _images_for_packed_rows(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        model_inputs: dict[str, Any],
+    ) -> ImagesByRow | None:
+        """The rows' images, where such rows reach the model without padding; None = they go through TRL's own method."""
+        if self.layout != "varlen" or not self.trainer._is_vlm:
+            return None
+        scored = attention_mask != 0
+        scored[:, : input_ids.shape[1] - logits_to_keep] = False
+        if self._possible(model, attention_mask, scored, self.layout) != "varlen":
+            return None
+        return packed_images(model_inputs, input_ids.shape[0])
+
     def _split(
-        self, model: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        images: ImagesByRow | None = None,
     ) -> list[Tensor]:
         """Row numbers of parts within the limits, see `Limits.split`."""
         scored = attention_mask != 0
         scored[:, : input_ids.shape[1] - logits_to_keep] = False
         layout = self._possible(model, attention_mask, scored, self.layout)
-        return self.limits.split(input_ids, attention_mask, scored, layout, self.share_prefix)
+        names = None if images is None else images.names()
+        return self.limits.split(input_ids, attention_mask, scored, layout, self.share_prefix, names)
 
     @property
     def _recompute(self) -> bool:
@@ -252,7 +284,7 @@ class ScoringMethod(Standing):
                     attention_mask[rows],
                     logits_to_keep,
                     compute_entropy=entropy != "none",
-                    **images.take(rows),
+                    **images.part(rows).arguments(),
                 )[:2]
 
         count = input_ids.shape[0]
@@ -280,14 +312,18 @@ class ScoringMethod(Standing):
         compute_aux_loss: bool,
         counted: Tensor | None,
         fused_loss: FusedLoss | None,
+        images: ImagesByRow | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.limits:
-            parts = self._split(model, input_ids, attention_mask, logits_to_keep)
+            parts = self._split(model, input_ids, attention_mask, logits_to_keep, images)
             if len(parts) > 1:
 
                 def score(model: torch.nn.Module, rows: Tensor) -> tuple[Tensor, Tensor | None]:
                     ids, mask, shown = input_ids[rows], attention_mask[rows], None if counted is None else counted[rows]
-                    return self._score(model, ids, mask, logits_to_keep, entropy, False, self.layout, shown)[:2]
+                    seen = None if images is None else images.part(rows)
+                    return self._score(
+                        model, ids, mask, logits_to_keep, entropy, False, self.layout, shown, images=seen
+                    )[:2]
 
                 return *score_in_parts(model, score, parts, self._recompute), None
         return self._score(
@@ -300,6 +336,7 @@ class ScoringMethod(Standing):
             self.layout,
             counted,
             fused_loss,
+            images,
         )
 
     def _score(
@@ -313,12 +350,15 @@ class ScoringMethod(Standing):
         layout: Layouts,
         counted: Tensor | None = None,
         fused_loss: FusedLoss | None = None,
+        images: ImagesByRow | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         attention_mask = (attention_mask != 0).to(input_ids.dtype)
         scored = attention_mask.bool()
         scored[:, : input_ids.shape[1] - logits_to_keep] = False
         layout = self._possible(model, attention_mask, scored, layout)
-        score = {"varlen": self._score_varlen, "left": self._score_left, "none": self._score_padded}[layout]
+        score = {"left": self._score_left, "none": self._score_padded}.get(layout) or partial(
+            self._score_varlen, images=images
+        )
         inputs = {"output_router_logits": True} if compute_aux_loss else {}
 
         def beside_prompts(values: Tensor) -> Tensor:
@@ -389,12 +429,21 @@ class ScoringMethod(Standing):
         entropy: Entropy,
         inputs: dict,
         fused_loss: FusedLoss | None,
+        images: ImagesByRow | None,
     ) -> Scores:
         prompts = ((attention_mask != 0) & ~scored).sum(1)
         # The router's loss counts every token of every row, so a shared prompt would count once instead of G times.
-        packed = pack(input_ids, attention_mask, prompts, self.share_prefix and not inputs)
+        share = self.share_prefix and not inputs
+        names = images.names() if share and images is not None else None
+        packed = pack(input_ids, attention_mask, prompts, share, names)
         layout = Layout(tuple(packed.segments))
         inputs |= {"input_ids": packed.tokens, "position_ids": packed.position_ids, LAYOUT_ARGUMENT: layout}
+        if images is not None:
+            inputs |= images.part(torch.tensor(packed.rows, device=input_ids.device)).inputs()
+            positions = images.positions(unwrapped(self.trainer, model), input_ids, attention_mask)
+            if positions is not None:
+                positions = positions.to(input_ids.device)
+                inputs["position_ids"] = torch.stack([packed.take(values) for values in positions]).unsqueeze(1)
         place = counted.flatten().nonzero().squeeze(1)
         if fused_loss is not None:
             fused_loss = fused_loss.map(lambda x: x.flatten()[place])

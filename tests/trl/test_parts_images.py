@@ -266,16 +266,16 @@ def test_every_row_gets_the_images_that_trl_gives_it(family, tmp_path):
 
 def test_rows_come_in_any_order_with_images_of_their_own():
     by_row = ImagesByRow(FAMILIES["patches and grids (Qwen2.5-VL)"] | {"num_images": IMAGES, "image_sizes": None}, 4)
-    taken = by_row.take(torch.tensor([3, 1]))
+    taken = by_row.part(torch.tensor([3, 1])).arguments()
     assert taken["pixel_values"][:, 0].tolist() == [*range(64, 84, 2), *range(0, 8, 2)]
     assert taken["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 3], [1, 2, 2]]
     assert taken["num_images"] == [2, 1] and taken["mm_token_type_ids"][:, 0].tolist() == [21, 7]
-    assert by_row.take(torch.tensor([0])).keys() == {"mm_token_type_ids"}
+    assert by_row.part(torch.tensor([0])).arguments().keys() == {"mm_token_type_ids"}
 
 
 def test_padded_rows_are_known_for_such_where_there_are_as_many_images():
     by_row = ImagesByRow(FAMILIES["padded rows (Idefics 3)"] | {"num_images": [0, 1, 3, 0]}, 4)
-    assert torch.equal(by_row.take(torch.tensor([1]))["pixel_values"], numbered(4, 3, 3, 2, 2)[1:2])
+    assert torch.equal(by_row.part(torch.tensor([1])).arguments()["pixel_values"], numbered(4, 3, 3, 2, 2)[1:2])
 
 
 @pytest.mark.parametrize(
