@@ -31,8 +31,6 @@ def fused_obstacle(trainer: GRPOTrainer) -> str:
     for method in (LOSS_METHOD, SCORING_METHOD):
         if overrides(trainer, method):
             return f"{type(trainer).__name__} brings its own {method}"
-    if trainer._is_vlm:
-        return "images go through TRL's own scoring"
     if trainer.args.torch_compile:
         return "torch_compile=True traces the model's forward"
     if trainer._entropy_bonus_enabled:
@@ -46,11 +44,13 @@ def fused_obstacle(trainer: GRPOTrainer) -> str:
     return ""
 
 
-def why_with_a_graph(trainer: GRPOTrainer, in_parts: bool, old_pass_left_out: bool) -> str:
+def why_with_a_graph(trainer: GRPOTrainer, packed: bool, in_parts: bool, old_pass_left_out: bool) -> str:
     """Why the head's log-probs get a graph in all micro-batches, or in some; empty where they do in none."""
     obstacle = fused_obstacle(trainer)
     if obstacle:
         return obstacle
+    if trainer._is_vlm and not packed:
+        return "rows with images go through TRL's own scoring, but without padding"
     if in_parts:
         return "a micro-batch in parts computes each part's log-probs first"
     uses = trainer.args.steps_per_generation * trainer.num_iterations

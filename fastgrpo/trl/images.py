@@ -9,7 +9,9 @@ Positions come from the model in either case, which reads them off the attention
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,13 +19,17 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from fastgrpo.packing import left_pack
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 # What TRL passes beside the ids with an entry a token; everything else belongs to images.
 _PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 # Models whose image features go, image after image, to the image tokens of a row, whose attention is causal over images, and
 # whose backbone says what the positions of padded rows are. Each has a test.
 _PACKED_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _POSITIONS_METHOD = "compute_3d_position_ids"
-_IMAGES = {"pixel_values", "image_grid_thw", "num_images"}
+PACKED_INPUTS = {"pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids"}
+"""All that TRL passes to its scoring method beside the ids for such a model."""
 
 
 def images_obstacle(model: torch.nn.Module) -> str:
@@ -36,21 +42,6 @@ def images_obstacle(model: torch.nn.Module) -> str:
     if not hasattr(_backbone(model), _POSITIONS_METHOD):
         return f"this transformers does not tell the positions of {kind!r}"
     return ""
-
-
-def packed_images(inputs: dict[str, Any], rows: int) -> ImagesByRow | None:
-    """
-    What rows have beside their tokens, for a model without an `images_obstacle`.
-
-    Args:
-        inputs: what TRL passes to its scoring method beside the ids; None = not there.
-        rows: B.
-
-    Returns:
-        Their images; None where there is something else that such a model's forward may want.
-    """
-    given = {name for name, value in inputs.items() if value is not None}
-    return ImagesByRow(inputs, rows) if _IMAGES <= given <= _IMAGES | {"mm_token_type_ids"} else None
 
 
 def _backbone(model: torch.nn.Module) -> torch.nn.Module:
@@ -132,7 +123,7 @@ class ImagesByRow:
                     "max_tokens_per_microbatch and skip_zero_advantage need it; leave them None, None and False."
                 )
 
-    def part(self, rows: Tensor) -> ImagesByRow:
+    def part(self, rows: Tensor) -> Self:
         """
         The same for some rows.
 
@@ -140,14 +131,14 @@ class ImagesByRow:
             rows: `[K]` int64.
         """
         numbers = rows.tolist()
-        part = object.__new__(ImagesByRow)
+        part = object.__new__(type(self))
         part._apart = {
             name: value[rows] if isinstance(value, Tensor) else [value[number] for number in numbers]
             for name, value in self._apart.items()
         }
         return part
 
-    def split(self, rows: int) -> list[ImagesByRow]:
+    def split(self, rows: int) -> list[Self]:
         """The same of every so many rows."""
         return [self.part(some) for some in torch.arange(len(self._apart["pixel_values"])).split(rows)]
 
@@ -156,6 +147,40 @@ class ImagesByRow:
         if "num_images" in self._apart and not any(self._apart["num_images"]):
             return {name: value for name, value in self._apart.items() if name in _PER_TOKEN}
         return unsplit_pixel_values_by_grid(dict(self._apart))
+
+
+class PackedImages(ImagesByRow):
+    """The images of rows that reach a model without an `images_obstacle` without padding."""
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any], rows: int) -> PackedImages | None:
+        """
+        The images of some rows.
+
+        Args:
+            inputs: what TRL passes to its scoring method beside the ids; None = not there.
+            rows: B.
+
+        Returns:
+            None where there are no images, or something else that such a model's forward may want.
+        """
+        given = {name for name, value in inputs.items() if value is not None}
+        return cls(inputs, rows) if PACKED_INPUTS - set(_PER_TOKEN) <= given <= PACKED_INPUTS else None
+
+    @classmethod
+    def joined(cls, parts: Sequence[PackedImages]) -> PackedImages:
+        """The images of the rows of all parts, one part after the other."""
+        whole = object.__new__(cls)
+        whole._apart = {}
+        for name, first in parts[0]._apart.items():
+            values = [part._apart[name] for part in parts]
+            whole._apart[name] = torch.cat(values) if isinstance(first, Tensor) else list(chain(*values))
+        return whole
+
+    @property
+    def in_every_row(self) -> bool:
+        """Whether there is no row without an image."""
+        return all(self._apart["num_images"])
 
     def names(self) -> list[int]:
         """Of each row the number of the first row with the same images, bit by bit."""

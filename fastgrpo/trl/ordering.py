@@ -23,6 +23,7 @@ from trl import GRPOTrainer
 
 from fastgrpo.rollout.policy_version import VERSION_KEY
 from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, overrides
+from fastgrpo.trl.images import PACKED_INPUTS, PackedImages
 
 if TYPE_CHECKING:
     from fastgrpo.trl.onpolicy import StepWindow
@@ -34,7 +35,7 @@ _SUMS = ("dapo", "cispo", "vespo")
 _OF_A_ROW = {
     *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
     *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"),
-    VERSION_KEY,
+    *("mm_token_type_ids", VERSION_KEY),
 }
 _OF_ALL = {"num_items_in_batch"}
 
@@ -45,8 +46,6 @@ def order_obstacle(trainer: GRPOTrainer) -> str:
         return "a micro-batch has one row"
     if min(trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation) == 1:
         return "an optimizer step has all its rows in one micro-batch"
-    if trainer._is_vlm:
-        return "prompts with images are not shared"
     for method in (LOSS_METHOD, SCORING_METHOD, "compute_loss", "training_step", "_prepare_inputs"):
         if overrides(trainer, method):
             return f"{type(trainer).__name__} brings its own {method}"
@@ -134,18 +133,25 @@ class RowOrder:
         obstacle = _why_the_loss_depends_on_it(
             self.trainer
         )  # a callback may have changed it since the trainer was patched
-        unknown = {key for batch in stock for key in batch} - _OF_A_ROW - _OF_ALL
+        images = _images(stock, sizes)
+        of_images = set() if images is None else PACKED_INPUTS
+        unknown = {key for batch in stock for key in batch} - _OF_A_ROW - _OF_ALL - of_images
+        if images is not None and not images.in_every_row:
+            obstacle = "some rows have no image, and a micro-batch of such rows alone would leave out the vision tower"
         if unknown:
             obstacle = f"micro-batches carry {', '.join(sorted(unknown))}, which fastgrpo does not know"
         if obstacle:
             self._say(obstacle)
         if count < 2 or obstacle:
             return Exchange(buffer, first, self.trainer.state, stock)
-        whole = {key: _joined([batch[key] for batch in stock]) for key in stock[0]}
+        whole = {key: _joined([batch[key] for batch in stock]) for key in stock[0] if key not in of_images}
         prompts = [
             tuple(ids[mask].tolist())
             for ids, mask in zip(whole["prompt_ids"].cpu(), whole["prompt_mask"].cpu().bool(), strict=True)
         ]
+        if images is not None:
+            # Prompts with other pictures are other prompts: a number in front says which.
+            prompts = [(-1 - name, *prompt) for name, prompt in zip(images.names(), prompts, strict=True)]
         rows = together(prompts, whole["completion_mask"].sum(1).tolist(), sizes)
         as_they_are = [part.tolist() for part in torch.arange(sum(sizes)).split(sizes)]
         if _prompt_tokens(prompts, rows) >= _prompt_tokens(prompts, as_they_are):
@@ -153,6 +159,7 @@ class RowOrder:
         taken = [torch.tensor(part, device=whole["prompt_ids"].device) for part in rows]
         made = [
             {key: value[part.to(value.device)] if key in _OF_A_ROW else value for key, value in whole.items()}
+            | ({} if images is None else images.part(part).arguments())
             for part in taken
         ]
         return Exchange(buffer, first, self.trainer.state, stock, made, taken)
@@ -255,6 +262,15 @@ def together(prompts: list[tuple[int, ...]], lengths: list[int], sizes: list[int
 
 def _prompt_tokens(prompts: list[tuple[int, ...]], parts: list[list[int]]) -> int:
     return sum(len(prompt) for part in parts for prompt in {prompts[row] for row in part})
+
+
+def _images(stock: list[MicroBatch], sizes: list[int]) -> PackedImages | None:
+    """The images of all rows; None where there are none, or not in all micro-batches."""
+    parts = [
+        PackedImages.of({key: batch.get(key) for key in PACKED_INPUTS}, size)
+        for batch, size in zip(stock, sizes, strict=True)
+    ]
+    return PackedImages.joined(parts) if all(part is not None for part in parts) else None
 
 
 def _joined(values: list[Any]) -> Any:

@@ -393,7 +393,8 @@ def _show_backends(handle: Patch) -> None:
     order = "as TRL shuffles them" if handle.in_place_because else "groups together within an optimizer step"
     note_backend("order of rows", Backend(order, device, handle.in_place_because))
     if head_trains(handle.trainer):
-        reason = why_with_a_graph(handle.trainer, bool(handle.options.limits), not handle.old_pass_because)
+        packed, in_parts = handle.layout == "varlen", bool(handle.options.limits)
+        reason = why_with_a_graph(handle.trainer, packed, in_parts, not handle.old_pass_because)
         note_backend("trainer loss", loss_backend(device, reason))
     if corrects_sampler(handle.trainer):
         way = (

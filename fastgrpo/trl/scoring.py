@@ -33,7 +33,7 @@ from fastgrpo.trl.compat import (
 )
 from fastgrpo.trl.fused import FusedLoss
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
-from fastgrpo.trl.images import ImagesByRow, LeftPackedForward, packed_images
+from fastgrpo.trl.images import ImagesByRow, LeftPackedForward, PackedImages
 from fastgrpo.trl.layers import FusedLayers
 from fastgrpo.trl.offload import Offload
 from fastgrpo.trl.parts import Limits, score_in_parts
@@ -232,7 +232,7 @@ class ScoringMethod(Standing):
         attention_mask: Tensor,
         logits_to_keep: int,
         model_inputs: dict[str, Any],
-    ) -> ImagesByRow | None:
+    ) -> PackedImages | None:
         """The rows' images, where such rows reach the model without padding; None = they go through TRL's own method."""
         if self.layout != "varlen" or not self.trainer._is_vlm:
             return None
@@ -240,7 +240,7 @@ class ScoringMethod(Standing):
         scored[:, : input_ids.shape[1] - logits_to_keep] = False
         if self._possible(model, attention_mask, scored, self.layout) != "varlen":
             return None
-        return packed_images(model_inputs, input_ids.shape[0])
+        return PackedImages.of(model_inputs, input_ids.shape[0])
 
     def _split(
         self,
@@ -248,7 +248,7 @@ class ScoringMethod(Standing):
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
-        images: ImagesByRow | None = None,
+        images: PackedImages | None = None,
     ) -> list[Tensor]:
         """Row numbers of parts within the limits, see `Limits.split`."""
         scored = attention_mask != 0
@@ -312,7 +312,7 @@ class ScoringMethod(Standing):
         compute_aux_loss: bool,
         counted: Tensor | None,
         fused_loss: FusedLoss | None,
-        images: ImagesByRow | None,
+        images: PackedImages | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.limits:
             parts = self._split(model, input_ids, attention_mask, logits_to_keep, images)
@@ -350,7 +350,7 @@ class ScoringMethod(Standing):
         layout: Layouts,
         counted: Tensor | None = None,
         fused_loss: FusedLoss | None = None,
-        images: ImagesByRow | None = None,
+        images: PackedImages | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         attention_mask = (attention_mask != 0).to(input_ids.dtype)
         scored = attention_mask.bool()
@@ -429,7 +429,7 @@ class ScoringMethod(Standing):
         entropy: Entropy,
         inputs: dict,
         fused_loss: FusedLoss | None,
-        images: ImagesByRow | None,
+        images: PackedImages | None,
     ) -> Scores:
         prompts = ((attention_mask != 0) & ~scored).sum(1)
         # The router's loss counts every token of every row, so a shared prompt would count once instead of G times.

@@ -113,33 +113,38 @@ def test_one_part_is_alive_at_once(tmp_path):
                 score_again(getattr(trainer, SCORING_METHOD), trainer.model, batch).sum().backward()
         return alive.peak
 
-    whole = peak()
-    shares = {size: peak(mini_batch_size=size) / whole for size in (1, 4)}
+    whole = peak(share_prefix=False)
+    shares = {size: peak(share_prefix=False, mini_batch_size=size) / whole for size in (1, 4)}
     assert shares[1] < 0.25 and shares[4] < 0.75, shares
 
 
 @pytest.mark.skipif(
     not compat.has_fused_head(), reason="this TRL scores rows with images at full width, whatever is asked"
 )
-def test_every_forward_keeps_within_the_tokens_and_one_part_runs_once(tmp_path):
+@pytest.mark.parametrize("packing", ["left", "varlen"])
+def test_every_forward_keeps_within_the_tokens_and_one_part_runs_once(packing, tmp_path):
     trainer = tiny_trainer(tmp_path, num_generations=2, **vision_settings(COUNTS))
     batch = batch_of(trainer)
     seen: list[tuple[int, int]] = []
     trainer.model.get_base_model().register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
     )
-    with fastgrpo.patch(trainer, fastgrpo.Options(max_tokens_per_microbatch=90)):
+    options = fastgrpo.Options(packing=packing, share_prefix=False, max_tokens_per_microbatch=90)
+    with fastgrpo.patch(trainer, options):
         seen.clear()
         outcome(trainer, batch)
-    rows = [shape[0] for shape in seen]
     assert max(shape.numel() for shape in seen) <= 90
     # Two scorings of eight rows, and all but the last part of each once more.
-    first = len(rows) // 3 + 1
-    assert sum(rows[:first]) == 8 and sum(rows) == 3 * 8 - rows[first - 1], rows
+    first = len(seen) // 3 + 1
+    real = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
+    sizes, whole = ([shape[0] for shape in seen], 8) if packing == "left" else ([s.numel() for s in seen], real)
+    assert first > 1
+    assert sum(sizes[:first]) == whole and sum(sizes) == 3 * whole - sizes[first - 1], sizes
 
 
 @pytest.mark.parametrize("rows_a_forward", [None, 3])
-def test_a_pass_without_gradient_keeps_its_own_batch_size_too(rows_a_forward, tmp_path):
+@pytest.mark.parametrize("packing", ["left", "varlen"] if compat.has_fused_head() else ["auto"])
+def test_a_pass_without_gradient_keeps_its_own_batch_size_too(packing, rows_a_forward, tmp_path):
     trainer = tiny_trainer(tmp_path, num_generations=2, **vision_settings(COUNTS))
     batch = batch_of(trainer)
 
@@ -151,13 +156,19 @@ def test_a_pass_without_gradient_keeps_its_own_batch_size_too(rows_a_forward, tm
             return score_again(score, trainer.model, batch) * batch["completion_mask"]
 
     expected = scored()
-    sizes: list[int] = []
-    with fastgrpo.patch(trainer, fastgrpo.Options(mini_batch_size=2)):
+    shapes: list[torch.Size] = []
+    with fastgrpo.patch(trainer, fastgrpo.Options(packing=packing, share_prefix=False, mini_batch_size=2)):
         trainer.model.get_base_model().register_forward_pre_hook(
-            lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+            lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
         )
         assert (scored() - expected).abs().max() <= 1e-5
-    assert sum(sizes) == 8 and max(sizes) == 2
+    if packing == "varlen":
+        parts = 4 if rows_a_forward is None else 2 + 2 + 1
+        assert len(shapes) == parts and sum(shape[1] for shape in shapes) == int(
+            batch["prompt_mask"].sum() + batch["completion_mask"].sum()
+        )
+    else:
+        assert sum(shape[0] for shape in shapes) == 8 and max(shape[0] for shape in shapes) == 2
 
 
 @pytest.mark.parametrize("name", OTHERS)

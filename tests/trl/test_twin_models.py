@@ -69,9 +69,7 @@ def test_prompts_with_no_one_and_three_images_train_side_by_side(lora, tmp_path)
 
     _, patched = twins(tmp_path, lora=lora, trainer_class=Recording, **vision_settings([0, 1, 3, 0, 1, 3]))
     assert set.union(*mixtures) == {0, 1, 3} and any(0 in mixture and len(mixture) > 1 for mixture in mixtures)
-    handle = fastgrpo.patch(patched)
-    assert "images" in handle.not_varlen_because
-    assert handle.layout == ("left" if compat.has_fused_head() else "none")
+    assert fastgrpo.patch(patched).layout == ("varlen" if compat.has_fused_head() else "none")
 
 
 @pytest.mark.skipif(not compat.has_fused_head(), reason="this TRL takes full logits where there are images")
@@ -82,7 +80,7 @@ def test_rows_with_images_reach_the_model_without_shared_padding(tmp_path):
         lambda module, args, kwargs: masks.append(kwargs.get("attention_mask")) if torch.is_grad_enabled() else None,
         with_kwargs=True,
     )
-    with fastgrpo.patch(trainer):
+    with fastgrpo.patch(trainer, fastgrpo.Options(packing="left")):
         trainer.train()
     images = [mask for mask in masks if mask is not None]
     assert images

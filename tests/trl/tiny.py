@@ -37,10 +37,16 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from trl import GRPOConfig, GRPOTrainer
 
@@ -78,24 +84,23 @@ def _decoder(model_class, config_class, **changes: Any) -> PreTrainedModel:
     return model_class(config_class(**{**_DECODER, **changes}))
 
 
-def _qwen2_5_vl() -> PreTrainedModel:
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(
-            text_config={**_DECODER, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
-            vision_config={
-                "depth": 2,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_heads": 2,
-                "out_hidden_size": 32,
-                "fullatt_block_indexes": [1],
-            },
+def _vision_language(model_class, config_class, tower: dict[str, Any], **text: Any) -> PreTrainedModel:
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+    return model_class(
+        config_class(
+            text_config={**_DECODER, "rope_parameters": rope, **text},
+            vision_config={"depth": 2, "num_heads": 2, **tower},
             image_token_id=VISION_IDS["<|image_pad|>"],
             video_token_id=VISION_IDS["<|video_pad|>"],
             vision_start_token_id=VISION_IDS["<|vision_start|>"],
             vision_end_token_id=VISION_IDS["<|vision_end|>"],
         )
     )
+
+
+_TOWER = {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 32}
+_DEEP_TOWER = {**_TOWER, "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 MODELS = {
@@ -130,7 +135,16 @@ MODELS = {
         num_experts=4,
         num_experts_per_tok=2,
     ),
-    "qwen2.5 vl": _qwen2_5_vl,
+    "qwen2 vl": lambda: _vision_language(
+        Qwen2VLForConditionalGeneration, Qwen2VLConfig, {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
+    ),
+    "qwen2.5 vl": lambda: _vision_language(
+        Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, {**_TOWER, "fullatt_block_indexes": [1]}
+    ),
+    "qwen3 vl": lambda: _vision_language(Qwen3VLForConditionalGeneration, Qwen3VLConfig, _DEEP_TOWER, head_dim=8),
+    "qwen3 vl moe": lambda: _vision_language(
+        Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig, _DEEP_TOWER, head_dim=8, **_EXPERTS
+    ),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(
             vocab_size=61,

@@ -52,12 +52,12 @@ def picture(index: int) -> PILImage.Image:
     return PILImage.fromarray(noise.numpy())
 
 
-def vision_settings(counts: list[int]) -> dict[str, Any]:
-    """Prompts with as many images as `counts` says."""
+def vision_settings(counts: list[int], model: str = "qwen2.5 vl") -> dict[str, Any]:
+    """Prompts with as many images as `counts` says, and a model of `tiny.MODELS` that sees them."""
     tokenizer = tiny_tokenizer(vision=True)
     images = iter(range(sum(counts)))
     return {
-        "model": "qwen2.5 vl",
+        "model": model,
         "processing_class": ImageProcessor(
             Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56}),
             tokenizer,

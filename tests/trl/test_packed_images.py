@@ -1,0 +1,188 @@
+"""Rows with images without padding: a prompt and its pictures once, and everything else as stock TRL has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_trainer
+from tiny_images import vision_settings
+from torch import Tensor
+from trl import GRPOTrainer
+from twins import assert_twins, trained_parameters, twins
+
+import fastgrpo
+import fastgrpo.trl.compat as compat
+from fastgrpo.trl.compat import SCORING_METHOD
+from fastgrpo.trl.onpolicy import score_again
+
+pytestmark = pytest.mark.skipif(not compat.has_fused_head(), reason="this TRL takes full logits where there are images")
+
+
+FAMILIES = ["qwen2 vl", "qwen2.5 vl", "qwen3 vl", "qwen3 vl moe"]
+
+
+def generated(trainer: GRPOTrainer) -> dict[str, Any]:
+    """A generation batch whose rows have different advantages."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+    batch["advantages"] = torch.arange(1.0, len(batch["prompt_ids"]) + 1) - 3.5
+    return batch
+
+
+def outcome(trainer: GRPOTrainer, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Log-probs, loss and all gradients."""
+    trainer.model.zero_grad(set_to_none=True)
+    logprobs = score_again(getattr(trainer, SCORING_METHOD), trainer.model, batch).detach()
+    loss = trainer._compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    found = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return {"log-probs": logprobs * batch["completion_mask"], "loss": loss.detach()} | found
+
+
+def seen_by(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """What the model's forwards are given from now on."""
+    seen: list[dict[str, Any]] = []
+    base = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    base.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    return seen
+
+
+def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(ours) == set(expected)
+    for name, value in expected.items():
+        worst = float((ours[name] - value).abs().max())
+        assert worst <= 1e-5 * max(1.0, float(value.abs().max())), (name, worst)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_loss_and_every_gradient_are_stock_s(family, checkpointing, share, tmp_path):
+    settings = {"lora": False, "gradient_checkpointing": checkpointing, "num_generations": 4}
+    trainer = tiny_trainer(tmp_path, **settings, **vision_settings([1, 3, 1, 2], family))
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = generated(trainer)
+    expected = outcome(trainer, batch)
+    assert any("visual" in name and float(value.abs().max()) > 0 for name, value in expected.items())
+    seen = seen_by(trainer)
+    with fastgrpo.patch(trainer, fastgrpo.Options(share_prefix=share)) as handle:
+        assert handle.layout == "varlen", handle.not_varlen_because
+        seen.clear()
+        ours = outcome(trainer, batch)
+    assert_same(ours, expected)
+    pictures, prompts = sum(batch["num_images"]), int(batch["prompt_mask"].sum())
+    for inputs in seen:
+        assert inputs["input_ids"].shape[0] == 1 and inputs.get("attention_mask") is None
+        # Two prompts of four rows each; a router counts the tokens of every row.
+        times = 4 if share and not inputs.get("output_router_logits") else 1
+        assert inputs["image_grid_thw"].shape[0] * times == pictures
+        assert inputs["input_ids"].shape[1] == prompts // times + int(batch["completion_mask"].sum())
+
+
+def test_the_same_words_with_another_picture_are_another_prompt(tmp_path):
+    trainer = tiny_trainer(tmp_path, lora=False, num_generations=4, **vision_settings([1, 1, 1, 1]))
+    batch = generated(trainer)
+    # Words and the number of image tokens of the first prompt, the pictures stay.
+    first = batch["image_grid_thw"][0]
+    pixels = batch["pixel_values"].split(batch["image_grid_thw"].prod(1).tolist())
+    pieces = [pixels[0], pixels[0], pixels[0] + 1, pixels[0]] + [pixels[0] * 0.5] * 4
+    batch["pixel_values"] = torch.cat(pieces)
+    batch["image_grid_thw"] = first.expand(8, 3).clone()
+    for name in ("prompt_ids", "prompt_mask", "mm_token_type_ids"):
+        if name in batch:
+            batch[name] = batch[name][:1].expand(8, -1).clone()
+    expected = outcome(trainer, batch)
+    seen = seen_by(trainer)
+    with fastgrpo.patch(trainer):
+        seen.clear()
+        ours = outcome(trainer, batch)
+    assert_same(ours, expected)
+    assert [len(inputs["image_grid_thw"]) for inputs in seen] == [3, 3]
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 3, 1], [0, 0, 0, 1]])
+def test_rows_without_an_image_stand_beside_rows_with_some(counts, tmp_path):
+    trainer = tiny_trainer(tmp_path, lora=False, num_generations=2, **vision_settings(counts))
+    batch = generated(trainer)
+    expected = outcome(trainer, batch)
+    with fastgrpo.patch(trainer):
+        assert_same(outcome(trainer, batch), expected)
+
+
+@pytest.mark.parametrize("options", [{"mini_batch_size": 3}, {"max_tokens_per_microbatch": 60}])
+def test_in_parts_every_prompt_has_its_pictures(options, tmp_path):
+    trainer = tiny_trainer(tmp_path, lora=False, num_generations=4, **vision_settings([1, 3, 1, 2]))
+    batch = generated(trainer)
+    expected = outcome(trainer, batch)
+    seen = seen_by(trainer)
+    with fastgrpo.patch(trainer, fastgrpo.Options(**options)):
+        seen.clear()
+        assert_same(outcome(trainer, batch), expected)
+    assert len(seen) > 3
+    if "max_tokens_per_microbatch" in options:
+        assert max(inputs["input_ids"].shape[1] for inputs in seen) <= 60
+
+
+def test_rows_without_an_advantage_stay_out_with_their_pictures(tmp_path):
+    trainer = tiny_trainer(tmp_path, lora=False, num_generations=4, **vision_settings([1, 3, 1, 2]))
+    batch = generated(trainer)
+    batch["advantages"][:4] = 0
+    expected = outcome(trainer, batch)
+    seen = seen_by(trainer)
+    with fastgrpo.patch(trainer, fastgrpo.Options(skip_zero_advantage=True)):
+        seen.clear()
+        ours = outcome(trainer, batch)
+    assert_same(ours, expected)
+    scored, loss = seen
+    assert len(scored["image_grid_thw"]) == sum(batch["num_images"][::4])
+    assert len(loss["image_grid_thw"]) == batch["num_images"][4]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"beta": 0.04, "num_iterations": 2},
+        {"lora": False, "gradient_checkpointing": True},
+        {"lora": False, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"model": "tied"},
+    ],
+    ids=["reference, two iterations", "full, checkpointing", "full, sequences", "adapters"],
+)
+def test_it_trains_as_stock_does(config, tmp_path):
+    config = {name: value for name, value in config.items() if name != "model"}
+    _, patched = twins(tmp_path, max_steps=2, num_generations=4, **config, **vision_settings([1, 3, 1, 2]))
+    assert fastgrpo.patch(patched).layout == "varlen"
+
+
+def test_groups_come_together_with_their_pictures(tmp_path):
+    config = {
+        "max_steps": 3,
+        "num_generations": 4,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 2,
+    }
+    trainers, before, pictures = [], None, []
+    for patched in (False, True):
+        trainer = tiny_trainer(tmp_path, **config, **vision_settings([1, 3, 1, 2]))
+        before = trained_parameters(trainer)
+        if patched:
+            assert fastgrpo.patch(trainer).in_place_because == ""
+        seen = seen_by(trainer)
+        trainer.train()
+        pictures.append(sum(len(x["image_grid_thw"]) for x in seen if x.get("labels") is not None))
+        trainers.append(trainer)
+    assert_twins(*trainers, before)
+    stock, ours = pictures
+    assert ours * 4 == stock
+
+
+def test_backends_say_that_a_trained_head_has_its_loss_in_one_pass(tmp_path):
+    trainer = tiny_trainer(tmp_path, lora=False, **vision_settings([1, 3, 1, 2]))
+    with fastgrpo.patch(trainer):
+        backends = fastgrpo.backends()
+    assert backends["trainer loss"].reason == "" and backends["packing"].reason == ""
