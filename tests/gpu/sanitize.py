@@ -6,8 +6,9 @@ done
 
 racecheck reports hazards in cuBLAS's own kernels (nvjet_...); there must be none in a kernel of this library. Told by
 --kernel-name to watch these alone, it fails on the cluster kernel with an internal error; tests/csrc/test_cluster_exchange.py
-shows that no order of the stores between blocks is one. Names of parts run those alone: in `head` a cluster is one block,
-which stores nothing into another.
+shows that no order of the stores between blocks is one. synccheck says "Missing wait" in `largest_cluster`, and does so for
+any barrier in clusters of 16 whose blocks share nothing, where there are 192 blocks (bench/NOTES.md). Names of parts run those
+alone: in `head` a cluster is one block, which stores nothing into another.
 """
 
 from __future__ import annotations
