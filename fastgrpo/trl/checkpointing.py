@@ -1,4 +1,4 @@
-"""Gradient checkpointing, switched off while TRL scores a generation batch without gradients.
+"""Gradient checkpointing: switched off while TRL scores without gradients, and without a gradient that nobody reads.
 
 TRL switches it off and on again for every generation batch, whether or not anything is scored, and transformers walks through
 all modules of the model six times to do so, and adds one more hook to the embeddings each time. Which modules have the
@@ -13,8 +13,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 _SWITCH = "gradient_checkpointing"
+_LIBRARIES = {"transformers", "peft", "trl"}
 
 
 class CheckpointingDispatcher:
@@ -41,6 +43,68 @@ class CheckpointingDispatcher:
         """While what is returned is open, nothing of the model is checkpointed; afterwards what was."""
         switches = self._switches.get(model)
         return self.original(model, *args, **kwargs) if switches is None else _switched_off(switches)
+
+
+@contextmanager
+def embedded_without_gradient(model: torch.nn.Module) -> Iterator[None]:
+    """
+    While this is open, embedded tokens and patches of frozen embeddings take no gradient.
+
+    PEFT and TRL let them take one, since reentrant checkpointing needs an input with a gradient. Nobody reads it, but each
+    forward's embedded tokens stay on the device until the backward pass is over, with their gradient, and layers below the
+    lowest adapter, a frozen vision tower's among them, run again for it. Embeddings that are trained, have hooks of somebody
+    else's, or stand under reentrant checkpointing stay as they are.
+
+    Args:
+        model: unwrapped.
+    """
+    asked = [module for module in _embeddings(model) if _is_asked(module)] if torch.is_grad_enabled() else []
+    if asked and _is_reentrant(model):
+        asked = []
+    handles = [module.register_forward_hook(_without_gradient) for module in asked]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_known_embeddings: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
+
+
+def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Of a model and of the models in it; looked for once."""
+    if model not in _known_embeddings:
+        found = {}
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                try:
+                    embeddings = module.get_input_embeddings()
+                except NotImplementedError:
+                    continue
+                if isinstance(embeddings, torch.nn.Module):
+                    found[id(embeddings)] = weakref.ref(embeddings)
+        _known_embeddings[model] = list(found.values())
+    return [module for module in (ref() for ref in _known_embeddings[model]) if module is not None]
+
+
+def _is_asked(module: torch.nn.Module) -> bool:
+    """Whether a module's output is made to take a gradient, and nothing else is done with it."""
+    hooks = module._forward_hooks.values()
+    names = {(getattr(hook, "__module__", "") or "").split(".")[0] for hook in hooks}
+    return (
+        bool(hooks) and names <= _LIBRARIES and all("make_inputs_require_grad" in hook.__qualname__ for hook in hooks)
+    )
+
+
+def _is_reentrant(model: torch.nn.Module) -> bool:
+    function = next((m._gradient_checkpointing_func for m in model.modules() if getattr(m, _SWITCH, False)), None)
+    # Of a function of somebody else's nothing is known.
+    return function is not None and getattr(function, "keywords", {}).get("use_reentrant") is not False
+
+
+def _without_gradient(module: torch.nn.Module, args: Any, output: Any) -> Any:
+    return output.detach() if isinstance(output, torch.Tensor) and output.is_leaf else None
 
 
 @contextmanager

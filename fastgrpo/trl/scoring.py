@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,7 @@ from trl.extras.profiling import profiling_context
 from fastgrpo.chunking import ChunkPlan
 from fastgrpo.packing import left_pack, pack
 from fastgrpo.trl.attention import LAYOUT_ARGUMENT, Layout, is_installed, without_masks
+from fastgrpo.trl.checkpointing import embedded_without_gradient
 from fastgrpo.trl.compat import (
     LOSS_METHOD,
     SCORING_METHOD,
@@ -151,7 +153,7 @@ class ScoringMethod(Standing):
                     )
             else:
                 packed = pictured and self.layout != "none" and not (odd or self._own_method)
-                with head_call(HeadCall(self.plan, entropy)), self.fused.in_use(), self._saving(model):
+                with head_call(HeadCall(self.plan, entropy)), self._running(model), self._saving(model):
                     result = trainer_s_own(LeftPackedForward(model) if packed else model)
             if self.loss is not None:
                 return *self.loss.scored(result[0], result[1]), result[2]
@@ -221,6 +223,12 @@ class ScoringMethod(Standing):
         needed = self.trainer._entropy_bonus_enabled or (self._own_loss and has_fused_head())
         return "differentiable" if needed else "detached"
 
+    @contextmanager
+    def _running(self, model: torch.nn.Module) -> Iterator[None]:
+        """While this is open, a forward of the model runs in fewer functions, and without a gradient that nobody reads."""
+        with self.fused.in_use(), embedded_without_gradient(unwrapped(self.trainer, model)):
+            yield
+
     def _saving(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """While this is open, what is kept for the backward pass goes where the options say."""
         return nullcontext() if self.offload is None else self.offload.saving(model)
@@ -276,7 +284,7 @@ class ScoringMethod(Standing):
         trl_s_own = inspect.unwrap(getattr(GRPOTrainer, SCORING_METHOD))  # timed once, not once a part
 
         def score(model: torch.nn.Module, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-            with head_call(HeadCall(self.plan, entropy)), self.fused.in_use():
+            with head_call(HeadCall(self.plan, entropy)), self._running(model):
                 return trl_s_own(
                     self.trainer,
                     model if self.layout == "none" else LeftPackedForward(model),
@@ -366,7 +374,7 @@ class ScoringMethod(Standing):
 
         counted = scored if counted is None else scored & beside_prompts(counted)
         fused_loss = None if fused_loss is None else fused_loss.map(beside_prompts)
-        with self.fused.in_use():
+        with self._running(model):
             logprobs, entropies, aux_loss = score(
                 model, input_ids, attention_mask, scored, counted, entropy, inputs, fused_loss
             )
