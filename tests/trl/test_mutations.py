@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from tiny import tiny_trainer
+from tiny_images import vision_settings
 from trl import GRPOTrainer
 from twins import assert_twins, run
 
@@ -24,6 +26,17 @@ import fastgrpo.trl.heads as heads
 import fastgrpo.trl.scoring as scoring
 from fastgrpo.attention import Segment, segment_attention
 from fastgrpo.head import linear_grpo_rows
+from fastgrpo.trl.compat import has_fused_head
+from fastgrpo.trl.images import ImagesByRow, PackedImages
+
+
+def same_words() -> dict[str, Any]:
+    settings = vision_settings([1, 1, 1, 1])
+    words, picture = settings["train_dataset"][0], settings["train_dataset"][0]["images"][0]
+    pictures = [[picture.point(lambda value, by=by: value // by)] for by in (1, 2, 3, 4)]
+    columns = {"prompt": [words["prompt"]] * 4, "images": pictures}
+    return settings | {"train_dataset": Dataset.from_dict(columns, features=settings["train_dataset"].features)}
+
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"beta": 0.04},
@@ -47,6 +60,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "options": {"packing": "left"},
     },
 }
+if has_fused_head():
+    SETTINGS |= {
+        "pictures": {"num_generations": 4, **vision_settings([1, 3, 1, 2])},
+        "the same words beside pictures": {"num_generations": 2, "lora": False, **same_words()},
+    }
 
 
 @functools.cache
@@ -252,7 +270,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "a shared prompt counted once by the router": (
         "mixture of experts",
         lambda monkeypatch: monkeypatch.setattr(
-            scoring, "pack", lambda ids, mask, prompts, share: fastgrpo.pack(ids, mask, prompts, True)
+            scoring, "pack", lambda ids, mask, prompts, share, beside: fastgrpo.pack(ids, mask, prompts, True)
         ),
     ),
     "auxiliary loss dropped": (
@@ -269,6 +287,34 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     ),
     "random numbers drawn": ("lora", after_the_forward(draw_random_numbers)),
 }
+
+
+PICTURE_FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "pictures of other rows": (
+        "the same words beside pictures",
+        lambda monkeypatch: monkeypatch.setattr(
+            PackedImages, "part", lambda self, rows: ImagesByRow.part(self, rows.flip(0))
+        ),
+    ),
+    "positions that no picture stretches": (
+        "pictures",
+        lambda monkeypatch: monkeypatch.setattr(PackedImages, "positions", lambda self, model, ids, mask: None),
+    ),
+    "positions of another row": (
+        "pictures",
+        lambda monkeypatch, own=PackedImages.positions: monkeypatch.setattr(
+            PackedImages, "positions", lambda *given: own(*given).roll(1, 1)
+        ),
+    ),
+    "prompts with other pictures taken for one": (
+        "the same words beside pictures",
+        lambda monkeypatch: monkeypatch.setattr(
+            PackedImages, "names", lambda self: [0] * len(self._apart["num_images"])
+        ),
+    ),
+}
+if has_fused_head():
+    FAULTS |= PICTURE_FAULTS
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -293,6 +339,7 @@ UNSEEN_AT_PATCH_TIME = {
     "random numbers drawn",
     "attention mask dropped",
     "layout lost when a layer runs again",
+    *PICTURE_FAULTS,
 }
 
 
