@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-_SWITCH = "gradient_checkpointing"
+_SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _LIBRARIES = {"transformers", "peft", "trl"}
 
 
@@ -33,7 +33,7 @@ class CheckpointingDispatcher:
 
     def know(self, model: torch.nn.Module) -> None:
         """Finds a model's switches."""
-        self._switches[model] = [weakref.ref(module) for module in model.modules() if hasattr(module, _SWITCH)]
+        self._switches[model] = _switches(model)
 
     def forget(self, model: torch.nn.Module) -> None:
         """From here on TRL's own function has this model."""
@@ -53,13 +53,13 @@ def embedded_without_gradient(model: torch.nn.Module) -> Iterator[None]:
     PEFT and TRL let them take one, since reentrant checkpointing needs an input with a gradient. Nobody reads it, but each
     forward's embedded tokens stay on the device until the backward pass is over, with their gradient, and layers below the
     lowest adapter, a frozen vision tower's among them, run again for it. Embeddings that are trained, have hooks of somebody
-    else's, or stand under reentrant checkpointing stay as they are.
+    else's, or stand under checkpointing that is reentrant or not transformers' stay as they are.
 
     Args:
         model: unwrapped.
     """
     asked = [module for module in _embeddings(model) if _is_asked(module)] if torch.is_grad_enabled() else []
-    if asked and _is_reentrant(model):
+    if asked and not _checkpoints_without_inputs(model):
         asked = []
     handles = [module.register_forward_hook(_without_gradient) for module in asked]
     try:
@@ -70,6 +70,7 @@ def embedded_without_gradient(model: torch.nn.Module) -> Iterator[None]:
 
 
 _known_embeddings: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
+_known_switches: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
 
 
 def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -90,6 +91,8 @@ def _embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _is_asked(module: torch.nn.Module) -> bool:
     """Whether a module's output is made to take a gradient, and nothing else is done with it."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return False
     hooks = module._forward_hooks.values()
     names = {(getattr(hook, "__module__", "") or "").split(".")[0] for hook in hooks}
     return (
@@ -97,10 +100,17 @@ def _is_asked(module: torch.nn.Module) -> bool:
     )
 
 
-def _is_reentrant(model: torch.nn.Module) -> bool:
-    function = next((m._gradient_checkpointing_func for m in model.modules() if getattr(m, _SWITCH, False)), None)
-    # Of a function of somebody else's nothing is known.
-    return function is not None and getattr(function, "keywords", {}).get("use_reentrant") is not False
+def _switches(model: torch.nn.Module) -> list[weakref.ref]:
+    return [weakref.ref(module) for module in model.modules() if hasattr(module, _SWITCH)]
+
+
+def _checkpoints_without_inputs(model: torch.nn.Module) -> bool:
+    """Whether a model checkpoints, and no input needs a gradient for it; of functions of somebody else's nothing is known."""
+    if model not in _known_switches:
+        _known_switches[model] = _switches(model)
+    modules = [module for module in (ref() for ref in _known_switches[model]) if module is not None]
+    functions = [getattr(module, _FUNCTION, None) for module in modules if getattr(module, _SWITCH)]
+    return bool(functions) and all(getattr(f, "keywords", {}).get("use_reentrant") is False for f in functions)
 
 
 def _without_gradient(module: torch.nn.Module, args: Any, output: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 
@@ -10,6 +11,7 @@ import torch
 from peft import LoraConfig
 from tiny import tiny_trainer
 from tiny_images import vision_settings
+from torch.utils.checkpoint import checkpoint
 from trl.trainer import grpo_trainer
 from twins import twins
 
@@ -182,3 +184,38 @@ def test_a_gradient_that_somebody_may_want_stays(case, tmp_path):
         assert_equal(gradients(trainer, batch), expected)
     assert any(embedded)
     assert len(arrived) == (1 if case == "a hook of somebody else's" else 0)
+
+
+@pytest.mark.parametrize("case", ["own, reentrant", "switched on without a function", "one layer, reentrant"])
+def test_checkpointing_that_is_not_known_has_its_inputs(case, tmp_path):
+    trainer = checkpointed(tmp_path, model="qwen3")
+    layers, batch = trainer.model.get_decoder().layers, generated(trainer)
+    if case == "one layer, reentrant":
+        layers[0]._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=True)
+        trainer.model.get_decoder()._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+    else:
+        for module in trainer.model.modules():
+            if case == "own, reentrant" and getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False
+            # As in models whose code calls torch's checkpoint: transformers sets a switch, and no function.
+            vars(module).pop("_gradient_checkpointing_func", None)
+        for layer in layers:
+            own = type(layer).forward.__wrapped__.__get__(layer)
+            layer.forward = lambda *args, own=own, **kwargs: checkpoint(
+                functools.partial(own, **kwargs), *args, use_reentrant=True
+            )
+    expected = gradients(trainer, batch)
+    with fastgrpo.patch(trainer, RUN):
+        assert_equal(gradients(trainer, batch), expected)
+
+
+def test_a_backward_hook_on_the_embeddings_is_called(tmp_path):
+    trainer = checkpointed(tmp_path, model="qwen3")
+    batch, arrived = generated(trainer), []
+    trainer.model.get_input_embeddings().register_full_backward_hook(lambda *_: arrived.append(True))
+    gradients(trainer, batch)
+    assert arrived
+    with fastgrpo.patch(trainer, RUN):
+        arrived.clear()
+        gradients(trainer, batch)
+    assert arrived
