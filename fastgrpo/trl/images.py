@@ -182,16 +182,31 @@ class PackedImages(ImagesByRow):
         """Whether there is no row without an image."""
         return all(self._apart["num_images"])
 
-    def names(self) -> list[int]:
-        """Of each row the number of the first row with the same images, bit by bit."""
+    def names(self, width: int) -> list[int]:
+        """
+        Of each row the number of the first row with the same images, bit by bit, and all of them in the prompt.
+
+        A row with images in its completion, as tools return them, is its own first: who shares its prompt would share those.
+
+        Args:
+            width: last columns of a row, its completion.
+        """
         pixels, grids = self._apart["pixel_values"], self._apart["image_grid_thw"]
-        firsts: list[int] = []
+        types = self._apart.get("mm_token_type_ids")
+        alone = [False] * len(pixels) if types is None else types[:, types.shape[1] - width :].any(1).tolist()
+        # Two answers of the device for all rows, and one a row that has a twin.
+        shapes = torch.cat(grids).cpu().split([len(grid) for grid in grids])
+        sums = torch.stack([_sum_of_bits(values) for values in pixels]).tolist()
+        firsts: dict[object, list[int]] = {}
         names = []
-        for row, (values, grid) in enumerate(zip(pixels, grids, strict=True)):
-            same = (first for first in firsts if torch.equal(grids[first], grid) and torch.equal(pixels[first], values))
-            name = next(same, row)
+        for row, (shape, total) in enumerate(zip(shapes, sums, strict=True)):
+            if alone[row]:
+                names.append(row)
+                continue
+            like = firsts.setdefault((tuple(shape.flatten().tolist()), total), [])
+            name = next((first for first in like if torch.equal(pixels[first], pixels[row])), row)
             if name == row:
-                firsts.append(row)
+                like.append(row)
             names.append(name)
         return names
 
@@ -207,12 +222,11 @@ class PackedImages(ImagesByRow):
             `[dimensions, B, L]`; None where the model counts tokens.
         """
         method = getattr(_backbone(model), _POSITIONS_METHOD)
-        inputs = self.arguments()
         known = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "image_grid_thw": inputs.get("image_grid_thw"),
-            "mm_token_type_ids": inputs.get("mm_token_type_ids"),
+            "image_grid_thw": torch.cat(self._apart["image_grid_thw"]) if any(self._apart["num_images"]) else None,
+            "mm_token_type_ids": self._apart.get("mm_token_type_ids"),
         }
         # Token by token, with questions to the device for each image; there are no answers to wait for on the host.
         known = {name: value if value is None else value.cpu() for name, value in known.items()}
@@ -222,3 +236,10 @@ class PackedImages(ImagesByRow):
         """Arguments of the forward of such a model that has these rows without padding."""
         found = self.arguments()
         return {name: found[name] for name in ("pixel_values", "image_grid_thw") if name in found}
+
+
+def _sum_of_bits(values: Tensor) -> Tensor:
+    """The same for equal bits, in whichever order they are added."""
+    return (
+        values.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]).sum()
+    )

@@ -151,7 +151,8 @@ class RowOrder:
         ]
         if images is not None:
             # Prompts with other pictures are other prompts: a number in front says which.
-            prompts = [(-1 - name, *prompt) for name, prompt in zip(images.names(), prompts, strict=True)]
+            names = images.names(whole["completion_ids"].shape[1])
+            prompts = [(-1 - name, *prompt) for name, prompt in zip(names, prompts, strict=True)]
         rows = together(prompts, whole["completion_mask"].sum(1).tolist(), sizes)
         as_they_are = [part.tolist() for part in torch.arange(sum(sizes)).split(sizes)]
         if _prompt_tokens(prompts, rows) >= _prompt_tokens(prompts, as_they_are):

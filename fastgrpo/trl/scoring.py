@@ -262,7 +262,7 @@ class ScoringMethod(Standing):
         scored = attention_mask != 0
         scored[:, : input_ids.shape[1] - logits_to_keep] = False
         layout = self._possible(model, attention_mask, scored, self.layout)
-        names = None if images is None else images.names()
+        names = None if images is None else images.names(logits_to_keep)
         return self.limits.split(input_ids, attention_mask, scored, layout, self.share_prefix, names)
 
     @property
@@ -365,7 +365,7 @@ class ScoringMethod(Standing):
         scored[:, : input_ids.shape[1] - logits_to_keep] = False
         layout = self._possible(model, attention_mask, scored, layout)
         score = {"left": self._score_left, "none": self._score_padded}.get(layout) or partial(
-            self._score_varlen, images=images
+            self._score_varlen, images=images, width=logits_to_keep
         )
         inputs = {"output_router_logits": True} if compute_aux_loss else {}
 
@@ -438,11 +438,12 @@ class ScoringMethod(Standing):
         inputs: dict,
         fused_loss: FusedLoss | None,
         images: PackedImages | None,
+        width: int,
     ) -> Scores:
         prompts = ((attention_mask != 0) & ~scored).sum(1)
         # The router's loss counts every token of every row, so a shared prompt would count once instead of G times.
         share = self.share_prefix and not inputs
-        names = images.names() if share and images is not None else None
+        names = images.names(width) if share and images is not None else None
         packed = pack(input_ids, attention_mask, prompts, share, names)
         layout = Layout(tuple(packed.segments))
         inputs |= {"input_ids": packed.tokens, "position_ids": packed.position_ids, LAYOUT_ARGUMENT: layout}

@@ -309,7 +309,7 @@ PICTURE_FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "prompts with other pictures taken for one": (
         "the same words beside pictures",
         lambda monkeypatch: monkeypatch.setattr(
-            PackedImages, "names", lambda self: [0] * len(self._apart["num_images"])
+            PackedImages, "names", lambda self, width: [0] * len(self._apart["num_images"])
         ),
     ),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_trainer
+from tiny import VISION_IDS, tiny_trainer
 from tiny_images import vision_settings
 from torch import Tensor
 from trl import GRPOTrainer
@@ -15,6 +15,7 @@ from twins import assert_twins, trained_parameters, twins
 import fastgrpo
 import fastgrpo.trl.compat as compat
 from fastgrpo.trl.compat import SCORING_METHOD
+from fastgrpo.trl.images import PackedImages
 from fastgrpo.trl.onpolicy import score_again
 
 pytestmark = pytest.mark.skipif(not compat.has_fused_head(), reason="this TRL takes full logits where there are images")
@@ -102,6 +103,47 @@ def test_the_same_words_with_another_picture_are_another_prompt(tmp_path):
         ours = outcome(trainer, batch)
     assert_same(ours, expected)
     assert [len(inputs["image_grid_thw"]) for inputs in seen] == [3, 3]
+
+
+@pytest.mark.parametrize("options", [{}, {"mini_batch_size": 4}])
+def test_completions_with_the_same_picture_do_not_share_it(options, tmp_path):
+    trainer = tiny_trainer(tmp_path, lora=False, num_generations=4, **vision_settings([1, 1, 1, 1]))
+    batch = generated(trainer)
+    # A tool answers every row with one picture of one token, as TRL lays that out.
+    grids, place = batch["image_grid_thw"], batch["prompt_ids"].shape[1] + 1
+    pixels = batch["pixel_values"].split(grids.prod(1).tolist())
+    shown = next(image for image, grid in enumerate(grids) if grid.prod() == 4)
+    batch["pixel_values"] = torch.cat([image for own in pixels for image in (own, pixels[shown])])
+    batch["image_grid_thw"] = torch.stack([grid for own in grids for grid in (own, grids[shown])])
+    batch["num_images"] = [2] * len(grids)
+    batch["completion_ids"][:, 1] = VISION_IDS["<|image_pad|>"]
+    batch["completion_mask"][:, :3] = batch["mm_token_type_ids"][:, place] = 1
+    batch["tool_mask"] = torch.ones_like(batch["completion_mask"])
+    batch["tool_mask"][:, 1] = 0
+    expected = outcome(trainer, batch)
+    with fastgrpo.patch(trainer, fastgrpo.Options(**options)):
+        ours = outcome(trainer, batch)
+    assert_same(ours, expected)
+
+
+def test_pictures_are_compared_bit_by_bit_and_seldom(monkeypatch):
+    asked = []
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: (asked.append(len(a)), equal(a, b))[1])
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        asked.clear()
+        pixels = (torch.arange(40 * 4 * 6).reshape(40, 4, 6) % 251).to(dtype).repeat(2, 1, 1)
+        pixels[79] = pixels[79].flip(0)  # the same numbers in another order
+        inputs = {
+            "pixel_values": pixels.flatten(0, 1),
+            "image_grid_thw": torch.tensor([[1, 2, 2]]).expand(80, 3),
+            "num_images": [1] * 80,
+            "mm_token_type_ids": torch.tensor([[1, 0, 0]]).repeat(80, 1),
+        }
+        inputs["mm_token_type_ids"][41, 2] = 1  # in its completion
+        names = PackedImages.of(inputs, 80).names(2)
+        assert names == [*range(40), 0, 41, *range(2, 39), 79]
+        assert len(asked) < 120
 
 
 @pytest.mark.parametrize("counts", [[0, 1, 3, 1], [0, 0, 0, 1]])
