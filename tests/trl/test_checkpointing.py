@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import weakref
 
 import pytest
@@ -195,12 +196,12 @@ def test_checkpointing_that_is_not_known_has_its_inputs(case, tmp_path):
         trainer.model.get_decoder()._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
     else:
         for module in trainer.model.modules():
-            if case == "own, reentrant" and getattr(module, "gradient_checkpointing", False):
+            if hasattr(module, "gradient_checkpointing") and (case == "own, reentrant" or module in layers):
                 module.gradient_checkpointing = False
-            # As in models whose code calls torch's checkpoint: transformers sets a switch, and no function.
+            # As in models whose code calls torch's checkpoint: transformers sets a switch of the whole, and no function.
             vars(module).pop("_gradient_checkpointing_func", None)
         for layer in layers:
-            own = type(layer).forward.__wrapped__.__get__(layer)
+            own = inspect.unwrap(type(layer).forward).__get__(layer)
             layer.forward = lambda *args, own=own, **kwargs: checkpoint(
                 functools.partial(own, **kwargs), *args, use_reentrant=True
             )
