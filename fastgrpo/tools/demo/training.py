@@ -18,7 +18,7 @@ from fastgrpo.tools.demo.tasks import Sum
 
 def grpo_config(recipe: Recipe, steps: int, seed: int, folder: Path, device: str = "cpu") -> GRPOConfig:
     """TRL's configuration for a silent run: float32 on the CPU, on a GPU with bfloat16 autocast where it has that."""
-    return GRPOConfig(
+    config = GRPOConfig(
         output_dir=str(folder),
         max_steps=steps,
         seed=seed,
@@ -35,6 +35,10 @@ def grpo_config(recipe: Recipe, steps: int, seed: int, folder: Path, device: str
         save_strategy="no",
         disable_tqdm=True,
     )
+    if config.n_gpu > 1:
+        # Without this transformers takes every GPU it sees for its DataParallel, which TRL refuses.
+        config._n_gpu = 1
+    return config
 
 
 def build_trainer(

@@ -54,6 +54,12 @@ def test_what_is_no_model_is_refused_with_the_way_out(damage, saved_toy):
         load(path)
 
 
+def test_of_several_gpus_the_first_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = grpo_config(SMOLLM2, steps=1, seed=0, folder=tmp_path, device="cuda")
+    assert config.n_gpu == 1
+
+
 def test_adapters_sit_in_the_upper_half_of_the_layers_only(tmp_path):
     tokenizer = toy_tokenizer()
     config = grpo_config(SMOLLM2, steps=1, seed=0, folder=tmp_path)
