@@ -27,7 +27,7 @@ _PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 # Models whose image features go, image after image, to the image tokens of a row, whose attention is causal over images, and
 # whose backbone says what the positions of padded rows are. Each has a test.
 _PACKED_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-_POSITIONS_METHOD = "compute_3d_position_ids"
+_POSITIONS_METHOD, _KEPT_OF_POSITIONS = "compute_3d_position_ids", "rope_deltas"
 PACKED_INPUTS = {"pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids"}
 """All that TRL passes to its scoring method beside the ids for such a model."""
 
@@ -221,7 +221,8 @@ class PackedImages(ImagesByRow):
         Returns:
             `[dimensions, B, L]`; None where the model counts tokens.
         """
-        method = getattr(_backbone(model), _POSITIONS_METHOD)
+        backbone = _backbone(model)
+        method = getattr(backbone, _POSITIONS_METHOD)
         known = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -230,7 +231,11 @@ class PackedImages(ImagesByRow):
         }
         # Token by token, with questions to the device for each image; there are no answers to wait for on the host.
         known = {name: value if value is None else value.cpu() for name, value in known.items()}
-        return method(**{name: known.get(name) for name in inspect.signature(method).parameters})
+        positions = method(**{name: known.get(name) for name in inspect.signature(method).parameters})
+        # The model keeps a number a row of it for generation, which adds that to positions on the device.
+        if isinstance(kept := getattr(backbone, _KEPT_OF_POSITIONS, None), Tensor):
+            setattr(backbone, _KEPT_OF_POSITIONS, kept.to(input_ids.device))
+        return positions
 
     def inputs(self) -> dict[str, Tensor]:
         """Arguments of the forward of such a model that has these rows without padding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tiny import VISION_IDS, tiny_trainer
 from tiny_images import vision_settings
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from trl import GRPOTrainer
 from twins import assert_twins, trained_parameters, twins
 
@@ -228,3 +230,18 @@ def test_backends_say_that_a_trained_head_has_its_loss_in_one_pass(tmp_path):
     with fastgrpo.patch(trainer):
         backends = fastgrpo.backends()
     assert backends["trainer loss"].reason == "" and backends["packing"].reason == ""
+
+
+def test_what_the_model_keeps_of_positions_is_where_its_rows_are():
+    class Backbone(torch.nn.Module):
+        def compute_3d_position_ids(self, input_ids: Tensor) -> Tensor:
+            self.rope_deltas = torch.zeros(len(input_ids), 1, device=input_ids.device)
+            return input_ids.expand(3, -1, -1)
+
+    model = SimpleNamespace(base_model_prefix="model", model=Backbone())
+    with FakeTensorMode():
+        ids = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
+        images = object.__new__(PackedImages)
+        images._apart = {"image_grid_thw": [torch.ones(1, 3, dtype=torch.int64)] * 2, "num_images": [1, 1]}
+        assert images.positions(model, ids, torch.ones_like(ids)).device.type == "cpu"
+        assert model.model.rope_deltas.device.type == "cuda"
