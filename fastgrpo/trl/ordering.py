@@ -111,8 +111,9 @@ class RowOrder:
         exchange, self._exchange = self._exchange, None
         if exchange is None or not exchange.is_under_way:
             return []
-        exchange.buffer[exchange.first : exchange.first + len(exchange.made)] = exchange.made
-        return list(zip(exchange.made, exchange.scores, strict=False))
+        made = [exchange.with_images(number) for number in range(len(exchange.made))]
+        exchange.buffer[exchange.first : exchange.first + len(made)] = made
+        return list(zip(made, exchange.scores, strict=False))
 
     @property
     def _place(self) -> int:
@@ -160,10 +161,9 @@ class RowOrder:
         taken = [torch.tensor(part, device=whole["prompt_ids"].device) for part in rows]
         made = [
             {key: value[part.to(value.device)] if key in _OF_A_ROW else value for key, value in whole.items()}
-            | ({} if images is None else images.part(part).arguments())
             for part in taken
         ]
-        return Exchange(buffer, first, self.trainer.state, stock, made, taken)
+        return Exchange(buffer, first, self.trainer.state, stock, made, taken, images)
 
     def _say(self, reason: str) -> None:
         if not self._said:
@@ -179,8 +179,9 @@ class Exchange:
         buffer, first: TRL's list of micro-batches, and which of them is the first.
         state: of the training, another one in every `train()`.
         stock: as TRL made them.
-        made: what takes their places; empty = nothing does.
+        made: what takes their places, without images, which are copied when they are needed; empty = nothing does.
         rows: of each of `made`, the numbers of its rows in `stock`.
+        images: of all rows; None = there are none.
     """
 
     def __init__(
@@ -191,9 +192,10 @@ class Exchange:
         stock: list[MicroBatch],
         made: Sequence[MicroBatch] = (),
         rows: Sequence[Tensor] = (),
+        images: PackedImages | None = None,
     ) -> None:
         self.buffer, self.first, self.state, self.stock, self.made, self.rows = buffer, first, state, stock, made, rows
-        self.begun = 0
+        self.images, self.begun = images, 0
         self.scores: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -204,7 +206,11 @@ class Exchange:
     @property
     def micro_batch(self) -> MicroBatch:
         """What takes the place of the one that has begun."""
-        return self.made[self.begun - 1]
+        return self.with_images(self.begun - 1)
+
+    def with_images(self, number: int) -> MicroBatch:
+        """One of `made`, and the images of its rows."""
+        return self.made[number] | ({} if self.images is None else self.images.part(self.rows[number]).arguments())
 
     def finish(self, logprobs: Tensor, entropies: Tensor) -> list[tuple[MicroBatch, tuple[Tensor, Tensor]]]:
         """

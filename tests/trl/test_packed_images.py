@@ -223,6 +223,9 @@ def test_groups_come_together_with_their_pictures(tmp_path):
     assert_twins(*trainers, before)
     stock, ours = pictures
     assert ours * 4 == stock
+    # What stays until the next step has no copy of the pictures in another order.
+    exchange = trainers[1]._compute_loss.order._exchange
+    assert exchange.made and not any("pixel_values" in batch for batch in exchange.made)
 
 
 def test_backends_say_that_a_trained_head_has_its_loss_in_one_pass(tmp_path):
