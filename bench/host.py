@@ -23,7 +23,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fastgrpo
 from bench import report
-from bench.update import PATCHED, STOCK, Workload, build_trainer, one_update, synthetic_batch
+from bench.update import PATCHED, STOCK, build_trainer, one_update, synthetic_batch
+from bench.workloads import Workload
 
 DEEP = Workload(
     "28 layers of Qwen3",
