@@ -29,11 +29,18 @@ def outcome(trainer: GRPOTrainer, batch: dict[str, Any]) -> dict[str, Tensor]:
     loss = trainer._compute_loss(trainer.model, dict(batch))
     loss.backward()
     scores = {"log-probs": logprobs * batch["completion_mask"], "loss": loss.detach()}
-    return scores | gradients(trainer.model)
+    return scores | gradients_of(trainer.model)
 
 
-def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The gradients there are, by the name of their parameter."""
+def gradients(trainer: GRPOTrainer, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """All gradients of the loss."""
+    trainer.model.zero_grad(set_to_none=True)
+    trainer._compute_loss(trainer.model, dict(batch)).backward()
+    return gradients_of(trainer.model)
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The gradients a model has, by the name of their parameter."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

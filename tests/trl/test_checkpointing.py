@@ -1,4 +1,5 @@
-"""Gradient checkpointing off while a generation batch is scored: the same as TRL does, without walking through the model."""
+"""Gradient checkpointing off while a generation batch is scored, without walking through the model; and no gradient that
+nobody reads: both with the results of stock TRL."""
 
 from __future__ import annotations
 
@@ -95,12 +96,6 @@ def test_training_is_what_it_is_unpatched_with_old_log_probs_and_a_reference(tmp
     twins(tmp_path, gradient_checkpointing=True, beta=0.04, num_iterations=2, max_steps=3)
 
 
-def gradients_of_the_loss(trainer, batch: dict) -> dict[str, torch.Tensor]:
-    trainer.model.zero_grad(set_to_none=True)
-    trainer._compute_loss(trainer.model, dict(batch)).backward()
-    return gradients(trainer.model)
-
-
 def runs_of(module: torch.nn.Module) -> list[bool]:
     """Of each forward whether autograd was on, from now on."""
     runs: list[bool] = []
@@ -113,21 +108,21 @@ def test_layers_below_the_lowest_adapter_do_not_run_again(options, tmp_path):
     adapters = LoraConfig(r=4, target_modules=r".*layers\.1\..*_proj", init_lora_weights="gaussian")
     trainer = checkpointed(tmp_path, model="qwen3", lora=adapters)
     batch = generated(trainer)
-    expected = gradients_of_the_loss(trainer, batch)
+    expected = gradients(trainer, batch)
     layers = trainer.model.get_base_model().model.layers
     below, above = runs_of(layers[0].mlp.gate_proj), runs_of(layers[1].input_layernorm)
     embedded = []
     with fastgrpo.patch(trainer, Options(run_log=False, fused_layers=False, **options)):
         below.clear(), above.clear()
         own = layers[0].register_forward_pre_hook(lambda _, args: embedded.append(args[0].requires_grad))
-        assert_same(gradients_of_the_loss(trainer, batch), expected)
+        assert_same(gradients(trainer, batch), expected)
         own.remove()
     assert embedded and not any(embedded)
     assert len(above) > len(below) >= 1
     if not options:
         assert (len(below), len(above)) == (1, 2)
     below.clear()
-    gradients_of_the_loss(trainer, batch)
+    gradients(trainer, batch)
     assert len(below) == 2  # stock again
 
 
@@ -135,14 +130,14 @@ def test_a_frozen_vision_tower_does_not_run_again(tmp_path):
     adapters = LoraConfig(r=4, target_modules=r".*language_model.*_proj", init_lora_weights="gaussian")
     trainer = checkpointed(tmp_path, lora=adapters, **vision_settings([1, 3, 1, 2]))
     batch = generated(trainer)
-    expected = gradients_of_the_loss(trainer, batch)
+    expected = gradients(trainer, batch)
     tower = runs_of(trainer.model.get_base_model().model.visual.blocks[0].norm1)
     with fastgrpo.patch(trainer, RUN):
         tower.clear()
-        assert_same(gradients_of_the_loss(trainer, batch), expected)
+        assert_same(gradients(trainer, batch), expected)
     assert len(tower) == 1
     tower.clear()
-    gradients_of_the_loss(trainer, batch)
+    gradients(trainer, batch)
     assert len(tower) == 2
 
 
@@ -159,13 +154,13 @@ def test_a_gradient_that_somebody_may_want_stays(case, tmp_path):
 
         trainer.model.get_input_embeddings().register_forward_hook(listen)
     batch = generated(trainer)
-    expected = gradients_of_the_loss(trainer, batch)
+    expected = gradients(trainer, batch)
     embedded = []
     arrived.clear()
     with fastgrpo.patch(trainer, RUN):
         layers[0].register_forward_pre_hook(
             lambda _, args: embedded.append(args[0].requires_grad) if torch.is_grad_enabled() else None
         )
-        assert_same(gradients_of_the_loss(trainer, batch), expected)
+        assert_same(gradients(trainer, batch), expected)
     assert any(embedded)
     assert len(arrived) == (1 if case == "a hook of somebody else's" else 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from outcomes import assert_same, generated, gradients, outcome, seen_by
+from outcomes import assert_same, generated, gradients_of, outcome, seen_by
 from peft import LoraConfig
 from test_parts import Alive
 from tiny import tiny_trainer
@@ -167,7 +167,7 @@ def test_models_of_other_families_give_the_same_in_parts(name, tmp_path):
         trainer.model.zero_grad(set_to_none=True)
         logprobs = getattr(trainer, SCORING_METHOD)(trainer.model, ids, mask, 6, **images)[0] * mask[:, -6:]
         (logprobs * torch.arange(1.0, 7.0).cos()).sum().backward()
-        return {"log-probs": logprobs.detach()} | gradients(trainer.model)
+        return {"log-probs": logprobs.detach()} | gradients_of(trainer.model)
 
     stock = scored()
     for options in ({"mini_batch_size": 1}, {"max_tokens_per_microbatch": 40}):
