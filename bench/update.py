@@ -59,7 +59,7 @@ def run(
         old_pass: with the no-grad pass for old log-probs, as `num_iterations=2` needs it.
         rounds: see `interleave`.
         quick: a tiny model, to see that everything works.
-        only: workloads whose name holds one of these; None = all.
+        only: workloads whose name holds one of these; None = all but those of `ASKED_FOR`.
 
     Returns:
         The run, see `report.record`.
