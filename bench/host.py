@@ -23,25 +23,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fastgrpo
 from bench import report
-from bench.update import PATCHED, STOCK, Workload, build_trainer, one_update, synthetic_batch
+from bench.update import PATCHED, STOCK, build_trainer, one_update, synthetic_batch
+from bench.workloads import QUICK
 
-DEEP = Workload(
-    "28 layers of Qwen3",
-    hidden=32,
-    layers=28,
-    heads=2,
-    kv_heads=1,
-    intermediate=64,
-    vocabulary=503,
-    prompts=2,
-    completions=2,
-    micro_batch=4,
-    prompt_tokens=(4, 12),
-    completion_median=8,
-    completion_spread=0.8,
-    completion_max=24,
-    family="qwen3",
-)
+DEEP = replace(QUICK, name="28 layers of Qwen3", layers=28, micro_batch=4, family="qwen3", reference=False)
 _NODE = "autograd::engine::evaluate_function: "
 _KERNEL = "bench::kernel"
 _KERNELS = {

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer, models
 import fastgrpo
 from bench import report
 from bench.measure import extra_peak_bytes
-from bench.update import LORA_LAYERS, Workload, synthetic_batch
+from bench.update import LORA_LAYERS, synthetic_batch
+from bench.workloads import Workload
 
 GB = 1e9
 PHASES = ("forward", "head", "layers", "optimizer")

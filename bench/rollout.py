@@ -26,7 +26,8 @@ from peft import LoraConfig
 import fastgrpo
 from bench import report
 from bench.text import end_bias, odd_tokens, prompts, word_tokenizer
-from bench.update import LORA_LAYERS, PATCHED, QUICK, QWEN3_512, STOCK, Workload
+from bench.update import LORA_LAYERS, PATCHED, STOCK
+from bench.workloads import QUICK, QWEN3_512, Workload
 
 PARTS = ("sync", "steps", "large", "sleep")
 # Generation batches of 32: TRL samples for two micro-batches at once.

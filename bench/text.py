@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bench.update import Workload
+from bench.workloads import Workload
 
 
 def word_tokenizer(workload: Workload) -> transformers.PreTrainedTokenizerFast:

@@ -20,7 +20,8 @@ import fastgrpo
 from bench import report
 from bench.measure import MIB
 from bench.text import end_bias, odd_tokens, prompts, word_tokenizer
-from bench.update import LORA_LAYERS, PATCHED, QUICK, QWEN3_512, STOCK, Workload
+from bench.update import LORA_LAYERS, PATCHED, STOCK
+from bench.workloads import QUICK, QWEN3_512, Workload
 
 # Of the metrics that TRL logs, those that the first step's forward decides; the others are times, counts or learning rates.
 _COMPARED = ("loss", "reward", "reward_std", "grad_norm", "entropy", "kl", "clip_ratio/region_mean")

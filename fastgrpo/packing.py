@@ -85,7 +85,8 @@ class Packed:
         segments: runs of tokens that see each other, and the prefixes they continue, see `fastgrpo.attention`.
         index: `[B, L]` int64, where each token of the batch is in the row; 0 for padding.
         real: `[B, L]` bool, False on padding.
-        rows: numbers of the rows of the batch in the order in which they begin; of rows that share a prompt, the first.
+        rows: numbers of the batch's rows in the order in which they begin in the packed row; of rows that share a prompt, the
+            first alone.
     """
 
     tokens: Tensor
@@ -123,14 +124,14 @@ def pack(
         attention_mask: `[B, L]` bool or integer, not 0 on real tokens, which may stand anywhere.
         prompt_lengths: `[B]` integers, how many of a row's first real tokens are its prompt; needed for sharing.
         share_prefix: rows with the same prompt follow each other, and the prompt stands before them once.
-        beside: B things, of each row what its prompt has beside its tokens, such as numbers of its pictures: only prompts
-            that are equal in it, too, are the same. None = nothing.
+        beside: with `share_prefix`, B hashable values, what each row's prompt has beside its tokens, such as the name of its
+            picture: prompts are the same where tokens and value are equal. None = prompts are their tokens.
 
     Returns:
         Packed. Rows keep their order, but for those that join the first row with their prompt.
 
     Raises:
-        ValueError: shapes that do not fit, or sharing without `prompt_lengths`.
+        ValueError: shapes or lengths that do not fit, or sharing without `prompt_lengths`.
         TypeError: ids or mask in a dtype that is no id or mask.
     """
     _check_batch(input_ids, attention_mask)
@@ -156,14 +157,15 @@ def pack(
     host_ids, host_real = host_ids.to(input_ids.dtype), host_real.view(batch, width).bool()
     rows = [ids[keep] for ids, keep in zip(host_ids, host_real, strict=True)]
     prompts = [0] * batch if prompt_lengths is None else on_host[2 * batch * width :].tolist()
-    groups: dict[object, list[int]] = {}
     for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
         if not 0 <= prompt <= len(row):
             raise ValueError(f"prompt_lengths[{number}] is {prompt}; the row has {len(row)} tokens.")
-        name = number
-        if share_prefix and prompt:
-            name = (tuple(row[:prompt].tolist()), None if beside is None else beside[number])
-        groups.setdefault(name, []).append(number)
+    owners = range(batch)
+    if share_prefix:
+        owners = first_with_prompt([row[:prompt] for row, prompt in zip(rows, prompts, strict=True)], beside)
+    groups: dict[int, list[int]] = {}
+    for number, owner in enumerate(owners):
+        groups.setdefault(owner, []).append(number)
 
     tokens, positions, segments, places = [], [], [], [torch.empty(0, dtype=torch.int64)] * batch
     end = 0
@@ -202,8 +204,27 @@ def pack(
         segments=segments,
         index=index.view(batch, width),
         real=real,
-        rows=[members[0] for members in groups.values()],
+        rows=list(groups),
     )
+
+
+def first_with_prompt(prompts: Sequence[Tensor], beside: Sequence[Hashable] | None = None) -> list[int]:
+    """
+    Which rows share a prompt.
+
+    Args:
+        prompts: B tensors `[P]` of ids, on the CPU.
+        beside: see `pack`.
+
+    Returns:
+        Of each row the number of the first row with its prompt; its own where its prompt is empty.
+    """
+    values = [None] * len(prompts) if beside is None else beside
+    first: dict[object, int] = {}
+    return [
+        first.setdefault((tuple(prompt.tolist()), value) if len(prompt) else row, row)
+        for row, (prompt, value) in enumerate(zip(prompts, values, strict=True))
+    ]
 
 
 def take_rows(values: Tensor, rows: Tensor) -> Tensor:

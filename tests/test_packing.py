@@ -1,4 +1,4 @@
-"""Claims about left packing: real tokens move together in order, nothing else changes, and it can be undone."""
+"""Claims about packing: real tokens move together in order, nothing else changes, and it can be undone."""
 
 from __future__ import annotations
 
@@ -154,6 +154,25 @@ def test_unpack_is_the_inverse_of_pack(batch, share):
     assert torch.equal(packed.take(ids), packed.tokens[0])
 
 
+@settings(max_examples=100)
+@given(batch=prompts_and_completions(), data=st.data())
+def test_prompts_are_one_where_tokens_and_what_is_beside_them_are_equal(batch, data):
+    rows, ids, mask = batch
+    beside = data.draw(st.lists(st.sampled_from("ab"), min_size=len(rows), max_size=len(rows)))
+    lengths = torch.tensor([len(prompt) for prompt, _ in rows])
+    packed = pack(ids, mask, lengths, True, beside)
+    named = [(tuple(prompt), value) for (prompt, _), value in zip(rows, beside, strict=True)]
+    places = [
+        index[real.bool()][:length].tolist() for index, real, length in zip(packed.index, mask, lengths, strict=True)
+    ]
+    for one, name in enumerate(named):
+        for other, other_name in enumerate(named):
+            if name[0] and one != other:
+                assert (places[one] == places[other]) == (name == other_name)
+    assert packed.rows == [row for row, name in enumerate(named) if not name[0] or name not in named[:row]]
+    assert pack(ids, mask, lengths, False, beside).rows == list(range(len(rows)))
+
+
 def test_prompts_are_shared_only_where_they_are_told_apart_from_completions():
     ids = torch.tensor([[3, 4, 5], [3, 4, 6]])
     with pytest.raises(ValueError, match="share_prefix=True needs prompt_lengths"):
@@ -162,6 +181,8 @@ def test_prompts_are_shared_only_where_they_are_told_apart_from_completions():
         pack(ids, torch.ones_like(ids), torch.tensor([1, 1, 1]))
     with pytest.raises(ValueError, match=r"prompt_lengths\[1\] is 4; the row has 3 tokens"):
         pack(ids, torch.ones_like(ids), torch.tensor([1, 4]))
+    with pytest.raises(ValueError, match="beside has 3 entries; it must have 2"):
+        pack(ids, torch.ones_like(ids), torch.tensor([2, 2]), True, ["a", "b", "c"])
     packed = pack(ids, torch.ones_like(ids), torch.tensor([2, 2]), share_prefix=True)
     assert packed.tokens.tolist() == [[3, 4, 5, 6]]
     assert packed.segments == [(0, 2, 0, 0), (2, 3, 0, 2), (3, 4, 0, 2)]

@@ -50,7 +50,7 @@ def why_with_a_graph(trainer: GRPOTrainer, packed: bool, in_parts: bool, old_pas
     if obstacle:
         return obstacle
     if trainer._is_vlm and not packed:
-        return "rows with images go through TRL's own scoring, but without padding"
+        return "rows with images that keep padding go through TRL's own scoring"
     if in_parts:
         return "a micro-batch in parts computes each part's log-probs first"
     uses = trainer.args.steps_per_generation * trainer.num_iterations

@@ -123,6 +123,13 @@ class ImagesByRow:
                     "max_tokens_per_microbatch and skip_zero_advantage need it; leave them None, None and False."
                 )
 
+    @classmethod
+    def _of_rows(cls, apart: dict[str, Any]) -> Self:
+        """Of what is taken apart already, with an entry a row."""
+        images = object.__new__(cls)
+        images._apart = apart
+        return images
+
     def part(self, rows: Tensor) -> Self:
         """
         The same for some rows.
@@ -131,12 +138,12 @@ class ImagesByRow:
             rows: `[K]` int64.
         """
         numbers = rows.tolist()
-        part = object.__new__(type(self))
-        part._apart = {
-            name: value[rows] if isinstance(value, Tensor) else [value[number] for number in numbers]
-            for name, value in self._apart.items()
-        }
-        return part
+        return self._of_rows(
+            {
+                name: value[rows] if isinstance(value, Tensor) else [value[number] for number in numbers]
+                for name, value in self._apart.items()
+            }
+        )
 
     def split(self, rows: int) -> list[Self]:
         """The same of every so many rows."""
@@ -170,12 +177,11 @@ class PackedImages(ImagesByRow):
     @classmethod
     def joined(cls, parts: Sequence[PackedImages]) -> PackedImages:
         """The images of the rows of all parts, one part after the other."""
-        whole = object.__new__(cls)
-        whole._apart = {}
+        apart = {}
         for name, first in parts[0]._apart.items():
             values = [part._apart[name] for part in parts]
-            whole._apart[name] = torch.cat(values) if isinstance(first, Tensor) else list(chain(*values))
-        return whole
+            apart[name] = torch.cat(values) if isinstance(first, Tensor) else list(chain(*values))
+        return cls._of_rows(apart)
 
     @property
     def in_every_row(self) -> bool:

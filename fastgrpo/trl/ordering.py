@@ -131,9 +131,8 @@ class RowOrder:
     def _plan(self, buffer: list[MicroBatch], first: int, count: int) -> Exchange:
         stock = buffer[first : first + count]
         sizes = [len(batch["prompt_ids"]) for batch in stock]
-        obstacle = _why_the_loss_depends_on_it(
-            self.trainer
-        )  # a callback may have changed it since the trainer was patched
+        # A callback may have changed the trainer since it was patched.
+        obstacle = _why_the_loss_depends_on_it(self.trainer)
         images = _images(stock, sizes)
         of_images = set() if images is None else PACKED_INPUTS
         unknown = {key for batch in stock for key in batch} - _OF_A_ROW - _OF_ALL - of_images

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from trl import GRPOConfig, GRPOTrainer
 
+from fastgrpo.packing import first_with_prompt
 from fastgrpo.trl.compat import SCORING_METHOD, overrides
 
 Outputs = tuple[Tensor, Tensor | None]
@@ -84,23 +85,21 @@ class _Costs:
         scored: Tensor,
         layout: str,
         share: bool,
-        beside: Sequence[Hashable] | None = None,
+        beside: Sequence[Hashable] | None,
     ) -> None:
         self.layout, self.width = layout, input_ids.shape[1]
         prompt = real & ~scored
         self.lengths, self.prompts = real.sum(1).tolist(), prompt.sum(1).tolist()
-        self.names = list(range(len(self.lengths)))
+        self.owners = list(range(len(self.lengths)))
         if layout == "varlen" and share:
-            first: dict[object, int] = {}
-            for row, (ids, kept) in enumerate(zip(input_ids.cpu(), prompt.cpu(), strict=True)):
-                name = (tuple(ids[kept].tolist()), None if beside is None else beside[row])
-                self.names[row] = first.setdefault(name if name[0] else row, row)
+            prompts = [ids[kept] for ids, kept in zip(input_ids.cpu(), prompt.cpu(), strict=True)]
+            self.owners = first_with_prompt(prompts, beside)
 
     def groups(self) -> list[list[int]]:
         """Rows that share a prompt, the longest row first; the most expensive group first."""
         found: dict[int, list[int]] = {}
         for row in sorted(range(len(self.lengths)), key=lambda row: -self.lengths[row]):
-            found.setdefault(self.names[row], []).append(row)
+            found.setdefault(self.owners[row], []).append(row)
         return sorted(found.values(), key=lambda group: -self(group))
 
     def __call__(self, rows: list[int]) -> int:
@@ -108,7 +107,7 @@ class _Costs:
             return len(rows) * self.width
         if self.layout == "left":
             return len(rows) * max(self.lengths[row] for row in rows)
-        prompts = {self.names[row]: self.prompts[row] for row in rows}
+        prompts = {self.owners[row]: self.prompts[row] for row in rows}
         return sum(self.lengths[row] - self.prompts[row] for row in rows) + sum(prompts.values())
 
 

@@ -141,20 +141,21 @@ class ScoringMethod(Standing):
         odd = not 0 < logits_to_keep < input_ids.shape[1]
         pictured = any(value is not None for value in model_inputs.values())
         kept = None if self.loss is None else self.loss.kept
+        as_they_are = odd or self._own_method
         images = None
-        if pictured and not odd and not self._own_method:
+        if pictured and not as_they_are:
             images = self._images_for_packed_rows(model, input_ids, attention_mask, logits_to_keep, model_inputs)
-        if odd or self._own_method or (pictured and images is None):
+        if as_they_are or (pictured and images is None):
             if pictured and not odd and (self.limits or kept is not None):
-                images = ImagesByRow(model_inputs, input_ids.shape[0])
+                by_row = ImagesByRow(model_inputs, input_ids.shape[0])
                 with profiling_context(self.trainer, SCORING_METHOD), self._saving(model):
                     result = self._score_images_by_row(
-                        model, input_ids, attention_mask, logits_to_keep, batch_size, entropy, images, kept
+                        model, input_ids, attention_mask, logits_to_keep, batch_size, entropy, by_row, kept
                     )
             else:
-                packed = pictured and self.layout != "none" and not (odd or self._own_method)
+                left_packed = pictured and self.layout != "none" and not as_they_are
                 with head_call(HeadCall(self.plan, entropy)), self._running(model), self._saving(model):
-                    result = trainer_s_own(LeftPackedForward(model) if packed else model)
+                    result = trainer_s_own(LeftPackedForward(model) if left_packed else model)
             if self.loss is not None:
                 return *self.loss.scored(result[0], result[1]), result[2]
             return result
@@ -244,8 +245,7 @@ class ScoringMethod(Standing):
         """The rows' images, where such rows reach the model without padding; None = they go through TRL's own method."""
         if self.layout != "varlen" or not self.trainer._is_vlm:
             return None
-        scored = attention_mask != 0
-        scored[:, : input_ids.shape[1] - logits_to_keep] = False
+        scored = _scored(attention_mask, logits_to_keep)
         if self._possible(model, attention_mask, scored, self.layout) != "varlen":
             return None
         return PackedImages.of(model_inputs, input_ids.shape[0])
@@ -259,8 +259,7 @@ class ScoringMethod(Standing):
         images: PackedImages | None = None,
     ) -> list[Tensor]:
         """Row numbers of parts within the limits, see `Limits.split`."""
-        scored = attention_mask != 0
-        scored[:, : input_ids.shape[1] - logits_to_keep] = False
+        scored = _scored(attention_mask, logits_to_keep)
         layout = self._possible(model, attention_mask, scored, self.layout)
         names = None if images is None else images.names(logits_to_keep)
         return self.limits.split(input_ids, attention_mask, scored, layout, self.share_prefix, names)
@@ -361,8 +360,7 @@ class ScoringMethod(Standing):
         images: PackedImages | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         attention_mask = (attention_mask != 0).to(input_ids.dtype)
-        scored = attention_mask.bool()
-        scored[:, : input_ids.shape[1] - logits_to_keep] = False
+        scored = _scored(attention_mask, logits_to_keep)
         layout = self._possible(model, attention_mask, scored, layout)
         score = {"left": self._score_left, "none": self._score_padded}.get(layout) or partial(
             self._score_varlen, images=images, width=logits_to_keep
@@ -470,6 +468,13 @@ class ScoringMethod(Standing):
             return values.new_zeros(counted.shape).masked_scatter(counted, values[0, :count])
 
         return scores.map(beside_tokens)
+
+
+def _scored(attention_mask: Tensor, logits_to_keep: int) -> Tensor:
+    """`[B, L]` bool, the real tokens of the last columns."""
+    scored = attention_mask != 0
+    scored[:, : scored.shape[1] - logits_to_keep] = False
+    return scored
 
 
 def _cannot_be_packed(attention_mask: Tensor, scored: Tensor) -> bool:

@@ -18,6 +18,7 @@ from bench.__main__ import main
 from bench.measure import MIB, extra_peak_bytes, interleave
 from bench.peers import TASKS, peers, truth
 from bench.report import regressions
+from bench.workloads import QUICK, QUICK_VISION
 
 CPU = torch.device("cpu")
 HEAD = ["head", "--device", "cpu", "--quick", "--dtype", "float32", "--rounds", "1", "--threads", "1"]
@@ -185,7 +186,7 @@ def test_pictures_are_measured_whole_and_in_parts_where_they_are_asked_for(tmp_p
 
 
 def test_every_row_has_the_picture_of_its_prompt() -> None:
-    workload, (left, right) = update.QUICK_VISION, update.QUICK_VISION.prompt_tokens
+    workload, (left, right) = QUICK_VISION, QUICK_VISION.prompt_tokens
     batch = update.synthetic_batch(workload, CPU)
     tokens, patches = workload.vision.side**2 // 4, workload.vision.side**2
     assert batch["mm_token_type_ids"].sum(1).tolist() == [tokens] * 4
@@ -213,8 +214,8 @@ def test_training_starts_from_the_same_completions_and_metrics(tmp_path: Path) -
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("old_pass", "calls"), [(False, 2), (True, 3)])
 def test_the_old_pass_is_one_more_scoring(old_pass: bool, calls: int, tmp_path: Path) -> None:
-    batch = update.synthetic_batch(update.QUICK, CPU)
-    trainer = update.build_trainer(update.QUICK, batch, CPU, "float32", "lora", False, old_pass, str(tmp_path))
+    batch = update.synthetic_batch(QUICK, CPU)
+    trainer = update.build_trainer(QUICK, batch, CPU, "float32", "lora", False, old_pass, str(tmp_path))
     score, seen = trainer._get_per_token_logps_and_entropies, []
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: seen.append(args) or score(*args, **kwargs)
     update.one_update(trainer)
@@ -223,7 +224,7 @@ def test_the_old_pass_is_one_more_scoring(old_pass: bool, calls: int, tmp_path: 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_every_update_is_an_optimizer_step_in_which_groups_come_together(tmp_path: Path) -> None:
-    workload = dataclasses.replace(update.QUICK, completions=4, micro_batch=4)
+    workload = dataclasses.replace(QUICK, completions=4, micro_batch=4)
     batch = update.synthetic_batch(workload, CPU)
     trainer = update.build_trainer(workload, batch, CPU, "float32", "lora", False, False, str(tmp_path))
     seen: list[int] = []
@@ -237,7 +238,7 @@ def test_every_update_is_an_optimizer_step_in_which_groups_come_together(tmp_pat
 
 
 def test_synthetic_batch_is_padded_as_trl_pads() -> None:
-    batch = update.synthetic_batch(update.QUICK, CPU)
+    batch = update.synthetic_batch(QUICK, CPU)
     for name, fall in (("prompt_mask", 1), ("completion_mask", -1)):
         steps = batch[name].diff(dim=1)
         assert ((steps == 0) | (steps == fall)).all()

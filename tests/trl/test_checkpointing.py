@@ -1,4 +1,5 @@
-"""Gradient checkpointing off while a generation batch is scored: the same as TRL does, without walking through the model."""
+"""Gradient checkpointing off while a generation batch is scored, without walking through the model; and no gradient that
+nobody reads: both with the results of stock TRL."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from outcomes import assert_same, generated, gradients
 from peft import LoraConfig
 from tiny import tiny_trainer
 from tiny_images import vision_settings
@@ -97,31 +99,11 @@ def test_training_is_what_it_is_unpatched_with_old_log_probs_and_a_reference(tmp
     twins(tmp_path, gradient_checkpointing=True, beta=0.04, num_iterations=2, max_steps=3)
 
 
-def gradients(trainer, batch: dict) -> dict[str, torch.Tensor]:
-    trainer.model.zero_grad(set_to_none=True)
-    trainer._compute_loss(trainer.model, dict(batch)).backward()
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
-
-
-def generated(trainer) -> dict:
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
-    batch["advantages"] = torch.arange(1.0, len(batch["prompt_ids"]) + 1) - 3.5
-    return batch
-
-
 def runs_of(module: torch.nn.Module) -> list[bool]:
     """Of each forward whether autograd was on, from now on."""
     runs: list[bool] = []
     module.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
     return runs
-
-
-def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == expected.keys() and expected
-    for name, value in expected.items():
-        assert float((ours[name] - value).abs().max()) <= 1e-5 * max(1.0, float(value.abs().max())), name
 
 
 @pytest.mark.parametrize("options", [{}, {"mini_batch_size": 2}, {"packing": "left"}])
@@ -136,7 +118,7 @@ def test_layers_below_the_lowest_adapter_do_not_run_again(options, tmp_path):
     with fastgrpo.patch(trainer, Options(run_log=False, fused_layers=False, **options)):
         below.clear(), above.clear()
         own = layers[0].register_forward_pre_hook(lambda _, args: embedded.append(args[0].requires_grad))
-        assert_equal(gradients(trainer, batch), expected)
+        assert_same(gradients(trainer, batch), expected)
         own.remove()
     assert embedded and not any(embedded)
     assert len(above) > len(below) >= 1
@@ -155,7 +137,7 @@ def test_a_frozen_vision_tower_does_not_run_again(tmp_path):
     tower = runs_of(trainer.model.get_base_model().model.visual.blocks[0].norm1)
     with fastgrpo.patch(trainer, RUN):
         tower.clear()
-        assert_equal(gradients(trainer, batch), expected)
+        assert_same(gradients(trainer, batch), expected)
     assert len(tower) == 1
     tower.clear()
     gradients(trainer, batch)
@@ -182,7 +164,7 @@ def test_a_gradient_that_somebody_may_want_stays(case, tmp_path):
         layers[0].register_forward_pre_hook(
             lambda _, args: embedded.append(args[0].requires_grad) if torch.is_grad_enabled() else None
         )
-        assert_equal(gradients(trainer, batch), expected)
+        assert_same(gradients(trainer, batch), expected)
     assert any(embedded)
     assert len(arrived) == (1 if case == "a hook of somebody else's" else 0)
 
@@ -207,7 +189,7 @@ def test_checkpointing_that_is_not_known_has_its_inputs(case, tmp_path):
             )
     expected = gradients(trainer, batch)
     with fastgrpo.patch(trainer, RUN):
-        assert_equal(gradients(trainer, batch), expected)
+        assert_same(gradients(trainer, batch), expected)
 
 
 def test_a_backward_hook_on_the_embeddings_is_called(tmp_path):

@@ -31,6 +31,7 @@ from fastgrpo.trl.images import ImagesByRow, PackedImages
 
 
 def same_words() -> dict[str, Any]:
+    """Four prompts of the same words, each with the same picture in another brightness."""
     settings = vision_settings([1, 1, 1, 1])
     words, picture = settings["train_dataset"][0], settings["train_dataset"][0]["images"][0]
     pictures = [[picture.point(lambda value, by=by: value // by)] for by in (1, 2, 3, 4)]

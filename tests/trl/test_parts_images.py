@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from outcomes import assert_same, generated, gradients_of, outcome, seen_by
 from peft import LoraConfig
 from test_parts import Alive
 from tiny import tiny_trainer
@@ -39,23 +40,9 @@ def test_in_parts_it_trains_as_stock_does(case, tmp_path):
 
 def batch_of(trainer: GRPOTrainer) -> dict[str, Any]:
     """Eight rows with 0, 1 and 3 images, generated."""
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
-    assert set(batch["num_images"]) == {0, 1, 3}
-    batch["advantages"] = torch.arange(1.0, 9.0) - 4
+    batch = generated(trainer)
+    assert len(batch["num_images"]) == 8 and set(batch["num_images"]) == {0, 1, 3}
     return batch
-
-
-def outcome(trainer: GRPOTrainer, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """Log-probs, loss and all gradients, with the random numbers of seed 0."""
-    torch.manual_seed(0)
-    trainer.model.zero_grad(set_to_none=True)
-    logprobs = score_again(getattr(trainer, SCORING_METHOD), trainer.model, batch).detach()
-    loss = trainer._compute_loss(trainer.model, dict(batch))
-    loss.backward()
-    found = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    return {"log-probs": logprobs * batch["completion_mask"], "loss": loss.detach()} | found
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -74,10 +61,7 @@ def test_log_probs_loss_and_every_gradient_are_those_of_the_whole(checkpointing,
         metrics = {name: len(values) for name, values in trainer._metrics["train"].items()}
         with fastgrpo.patch(trainer, fastgrpo.Options(**options)):
             ours = outcome(trainer, batch)
-        assert set(ours) == set(expected), options
-        for name, value in expected.items():
-            worst = float((ours[name] - value).abs().max())
-            assert worst <= 1e-5 * max(1.0, float(value.abs().max())), (options, name, worst)
+        assert_same(ours, expected, options)
         for name, count in metrics.items():
             before, *added = trainer._metrics["train"][name][count - 1 :]
             assert not added or added == pytest.approx([before], rel=1e-5, abs=1e-6), (options, name)
@@ -98,9 +82,7 @@ def test_a_part_s_second_forward_is_its_first(settings, tmp_path, monkeypatch):
 
 def test_one_part_is_alive_at_once(tmp_path):
     trainer = tiny_trainer(tmp_path, **vision_settings([3, 3, 3, 3]))
-    trainer.model.train()
-    batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
-
+    batch = generated(trainer)
     tensors = [*batch.values(), *trainer.model.parameters()]
     there = {x.untyped_storage()._cdata for x in tensors if isinstance(x, Tensor)}
 
@@ -118,6 +100,15 @@ def test_one_part_is_alive_at_once(tmp_path):
     assert shares[1] < 0.25 and shares[4] < 0.75, shares
 
 
+def size_of_each(seen: list[dict[str, Any]], packing: str) -> list[int]:
+    """Of each forward the tokens where rows have no padding, else the rows."""
+    return [inputs["input_ids"].numel() if packing == "varlen" else len(inputs["input_ids"]) for inputs in seen]
+
+
+def real_tokens(batch: dict[str, Any]) -> int:
+    return int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
+
+
 @pytest.mark.skipif(
     not compat.has_fused_head(), reason="this TRL scores rows with images at full width, whatever is asked"
 )
@@ -125,19 +116,15 @@ def test_one_part_is_alive_at_once(tmp_path):
 def test_every_forward_keeps_within_the_tokens_and_one_part_runs_once(packing, tmp_path):
     trainer = tiny_trainer(tmp_path, num_generations=2, **vision_settings(COUNTS))
     batch = batch_of(trainer)
-    seen: list[tuple[int, int]] = []
-    trainer.model.get_base_model().register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
+    seen = seen_by(trainer)
     options = fastgrpo.Options(packing=packing, share_prefix=False, max_tokens_per_microbatch=90)
     with fastgrpo.patch(trainer, options):
         seen.clear()
         outcome(trainer, batch)
-    assert max(shape.numel() for shape in seen) <= 90
+    assert max(inputs["input_ids"].numel() for inputs in seen) <= 90
     # Two scorings of eight rows, and all but the last part of each once more.
     first = len(seen) // 3 + 1
-    real = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
-    sizes, whole = ([shape[0] for shape in seen], 8) if packing == "left" else ([s.numel() for s in seen], real)
+    sizes, whole = size_of_each(seen, packing), {"left": 8, "varlen": real_tokens(batch)}[packing]
     assert first > 1
     assert sum(sizes[:first]) == whole and sum(sizes) == 3 * whole - sizes[first - 1], sizes
 
@@ -156,19 +143,17 @@ def test_a_pass_without_gradient_keeps_its_own_batch_size_too(packing, rows_a_fo
             return score_again(score, trainer.model, batch) * batch["completion_mask"]
 
     expected = scored()
-    shapes: list[torch.Size] = []
+    seen = seen_by(trainer)
     with fastgrpo.patch(trainer, fastgrpo.Options(packing=packing, share_prefix=False, mini_batch_size=2)):
-        trainer.model.get_base_model().register_forward_pre_hook(
-            lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
-        )
+        seen.clear()
         assert (scored() - expected).abs().max() <= 1e-5
+    sizes = size_of_each(seen, packing)
+    # Eight rows in pairs, or the pairs of three, three and two rows.
+    assert packing == "auto" or len(seen) == (4 if rows_a_forward is None else 2 + 2 + 1)
     if packing == "varlen":
-        parts = 4 if rows_a_forward is None else 2 + 2 + 1
-        assert len(shapes) == parts and sum(shape[1] for shape in shapes) == int(
-            batch["prompt_mask"].sum() + batch["completion_mask"].sum()
-        )
+        assert sum(sizes) == real_tokens(batch)
     else:
-        assert sum(shape[0] for shape in shapes) == 8 and max(shape[0] for shape in shapes) == 2
+        assert sum(sizes) == 8 and max(sizes) == 2
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -182,17 +167,12 @@ def test_models_of_other_families_give_the_same_in_parts(name, tmp_path):
         trainer.model.zero_grad(set_to_none=True)
         logprobs = getattr(trainer, SCORING_METHOD)(trainer.model, ids, mask, 6, **images)[0] * mask[:, -6:]
         (logprobs * torch.arange(1.0, 7.0).cos()).sum().backward()
-        found = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-        return {"log-probs": logprobs.detach()} | found
+        return {"log-probs": logprobs.detach()} | gradients_of(trainer.model)
 
     stock = scored()
     for options in ({"mini_batch_size": 1}, {"max_tokens_per_microbatch": 40}):
         with fastgrpo.patch(trainer, fastgrpo.Options(**options)):
-            ours = scored()
-        assert ours.keys() == stock.keys()
-        for part, value in stock.items():
-            worst = float((ours[part] - value).abs().max())
-            assert worst <= 1e-5 * max(1.0, float(value.abs().max())), (options, part, worst)
+            assert_same(scored(), stock, options)
 
 
 def numbered(*shape: int) -> Tensor:

@@ -131,9 +131,7 @@ MODELS = {
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig,
         head_dim=8,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
+        **_EXPERTS,
     ),
     "qwen2 vl": lambda: _vision_language(
         Qwen2VLForConditionalGeneration, Qwen2VLConfig, {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}

@@ -6,6 +6,7 @@ fine-tuning with Adam, which amplifies the rounding of a sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_model, tiny_trainer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOTrainer
 
 import fastgrpo
@@ -57,6 +58,34 @@ def twins(
     stock, before = run(output_dir, patched=False, **settings)
     patched, _ = run(output_dir, patched=True, options=options, **settings)
     assert_twins(stock, patched, before, limit)
+    return stock, patched
+
+
+def twins_in_16_bit(
+    output_dir: Path, build: Callable[[], PreTrainedModel] | None = None, **settings: Any
+) -> tuple[GRPOTrainer, GRPOTrainer]:
+    """
+    A stock and a patched trainer after three steps on the device: rounding soon parts them, but they start alike, and train.
+
+    Args:
+        output_dir: of both trainers.
+        build: the model, once for each; None = the one that `settings` names.
+        settings: of `tiny_trainer`, with `bf16=True` or `fp16=True`.
+    """
+    runs = []
+    for patch in (False, True):
+        model = {} if build is None else {"model": build()}
+        runs.append(run(output_dir, patch, use_cpu=False, max_steps=3, learning_rate=0.05, **model, **settings))
+    (stock, _), (patched, before) = runs
+    assert fastgrpo.patch(patched).layout == "varlen"
+    assert list(stock._logs["completion"])[:8] == list(patched._logs["completion"])[:8]
+    first, ours = stock.state.log_history[0], patched.state.log_history[0]
+    for name, limit in {"reward": 1e-6, "entropy": 2e-2, "loss": 2e-2, "grad_norm": 0.1}.items():
+        overflowed = settings.get("fp16") and not math.isfinite(first[name])  # as the scaler's first steps do
+        assert overflowed or ours[name] == pytest.approx(first[name], rel=limit, abs=limit), name
+    after = trained_parameters(patched)
+    assert all(bool(value.isfinite().all()) for value in after.values())
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
     return stock, patched
 
 
