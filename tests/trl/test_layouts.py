@@ -12,7 +12,7 @@ from tiny import tiny_trainer
 from torch import Tensor
 
 import fastgrpo
-from fastgrpo.trl.compat import SCORING_METHOD
+from fastgrpo.trl.compat import SCORING_METHOD, has_fused_head
 
 MODELS = (
     "qwen2 tied",
@@ -111,7 +111,10 @@ def test_every_layout_gives_what_rows_alone_give(model, tmp_path):
         del layouts["left"]
     if varlen:
         layouts |= {"varlen": fastgrpo.Options(share_prefix=False), "shared": fastgrpo.Options()}
-    assert varlen or model in ("gemma2 softcap", "qwen2.5 vl")
+    # transformers has no sdpa for Gemma 2.
+    assert varlen == (model != "gemma2 softcap" and (model != "qwen2.5 vl" or has_fused_head())), (
+        handle.not_varlen_because
+    )
 
     @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(groups())
