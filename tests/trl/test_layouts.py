@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_trainer
 from torch import Tensor
@@ -118,6 +118,10 @@ def test_every_layout_gives_what_rows_alone_give(model, tmp_path):
 
     @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(groups())
+    # What six examples rarely draw: a prompt that comes twice, large groups, one prompt alone.
+    @example([(5, [0, 1, 3, 9, 1, 0, 4, 2]), (5, [2, 0, 1, 6, 1, 8, 3, 1])])
+    @example([(7, [1, 0, 4, 4, 9, 2, 5])])
+    @example([(3, [2, 1]), (8, [1, 7])])
     def check(drawn: list[tuple[int, list[int]]]) -> None:
         batch = batch_of(drawn)
         setattr(trainer, SCORING_METHOD, rows_alone(trainer))
