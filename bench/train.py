@@ -1,7 +1,11 @@
-"""`python -m bench train`: a few steps of real GRPO training, generation included, stock and patched from one seed."""
+"""`python -m bench train`: a few steps of real GRPO training, generation included, stock and patched from one seed.
+
+Both learn from the completions that stock drew, so that metrics can be compared where two runs draw different ones.
+"""
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import tempfile
@@ -38,8 +42,8 @@ class Training:
     seconds: list[float] = field(default_factory=list)
     """Of each step."""
     generation_seconds: list[float] = field(default_factory=list)
-    completions: list[list[list[int]]] = field(default_factory=list)
-    """Token ids of each step's completions."""
+    drawn: list[Any] = field(default_factory=list)
+    """What each step's generation returned: token ids of its completions, first of all."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """TRL's `log_history`."""
     peak_mib: float | None = None
@@ -53,7 +57,8 @@ class Training:
 
 def run(device: torch.device, precision: str, train: list[str], steps: int, quick: bool) -> dict[str, Any]:
     """
-    Trains stock and patched from one seed with LoRA and in full, and prints times, memory and whether the first steps agree.
+    Trains stock and patched from one seed with LoRA and in full, and prints times, memory and whether the first steps agree:
+    which completions each drew, and the metrics on those of stock.
 
     Args:
         device: where to run.
@@ -70,10 +75,9 @@ def run(device: torch.device, precision: str, train: list[str], steps: int, quic
     lines: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for kind in train:
-        trainings = {
-            name: train_once(workload, device, precision, kind, steps, name == PATCHED) for name in (STOCK, PATCHED)
-        }
-        stock, patched = trainings[STOCK], trainings[PATCHED]
+        stock = train_once(workload, device, precision, kind, steps, patched=False)
+        patched = train_once(workload, device, precision, kind, steps, patched=True, replayed=stock.drawn)
+        trainings = {STOCK: stock, PATCHED: patched}
         rest = {name: statistics.median(training.rest_seconds[1:]) for name, training in trainings.items()}
         key = f"{workload.name}/{precision}/{kind}"
         ratios[f"{key}/time without generation: fastgrpo over TRL"] = rest[PATCHED] / rest[STOCK]
@@ -84,12 +88,12 @@ def run(device: torch.device, precision: str, train: list[str], steps: int, quic
                     "path": name,
                     "rest_seconds": rest[name],
                     "rest_over_fastgrpo": rest[name] / rest[PATCHED],
-                    "same_completions": training.completions[0] == stock.completions[0],
+                    "same_completions": training.drawn[0] == stock.drawn[0],
                     "first_step": {metric: training.history[0].get(metric) for metric in _COMPARED},
                     **asdict(training),
                 }
             )
-            del lines[-1]["completions"]
+            del lines[-1]["drawn"]
         if stock.peak_mib is not None and patched.peak_mib is not None:
             ratios[f"{key}/memory beside the model: fastgrpo over TRL"] = patched.peak_mib / stock.peak_mib
     report.table(f"GRPO steps of {workload.name}, random weights, {precision}", _COLUMNS, _cells(lines))
@@ -100,7 +104,13 @@ def run(device: torch.device, precision: str, train: list[str], steps: int, quic
 
 
 def train_once(
-    workload: Workload, device: torch.device, precision: str, kind: str, steps: int, patched: bool
+    workload: Workload,
+    device: torch.device,
+    precision: str,
+    kind: str,
+    steps: int,
+    patched: bool,
+    replayed: list[Any] | None = None,
 ) -> Training:
     """
     Trains a fresh model with TRL's own `train()`.
@@ -108,15 +118,18 @@ def train_once(
     Args:
         workload, device, precision, kind, steps: see `run`.
         patched: after `fastgrpo.patch`.
+        replayed: what another run drew (`Training.drawn`): each step generates as always, and learns from these; None = from
+            its own.
 
     Returns:
         What it left.
     """
     result = Training()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = _build_trainer(workload, device, precision, kind, steps, folder, result.completions)
+        trainer = _build_trainer(workload, device, precision, kind, steps, folder)
         if patched:
             fastgrpo.patch(trainer, fastgrpo.Options(run_log=False))
+        trainer._generate_single_turn = _recorded(trainer._generate_single_turn, result.drawn, replayed)
         trainer._generate = _timed(trainer._generate, result.generation_seconds, device)
         trainer.add_callback(_StepClock(result.seconds, device))
         before = 0
@@ -155,6 +168,14 @@ def _timed(function: Callable[..., Any], seconds: list[float], device: torch.dev
     return timed
 
 
+def _recorded(function: Callable[..., Any], drawn: list[Any], replayed: list[Any] | None) -> Callable[..., Any]:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        drawn.append(copy.deepcopy(function(*args, **kwargs)))
+        return copy.deepcopy((replayed or drawn)[len(drawn) - 1])
+
+    return recorded
+
+
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -168,7 +189,6 @@ def _build_trainer(
     kind: str,
     steps: int,
     folder: str,
-    seen: list[list[list[int]]],
 ) -> trl.GRPOTrainer:
     torch.manual_seed(0)
     # TRL loads a base that is not trained in 16 bits; the adapters, and the model's rotary frequencies, stay in float32.
@@ -179,7 +199,6 @@ def _build_trainer(
         )
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        seen.append([list(ids) for ids in completion_ids])
         return odd_tokens(completion_ids)
 
     arguments = trl.GRPOConfig(
@@ -234,4 +253,4 @@ def _agreement(stock: dict[str, Any], patched: dict[str, Any]) -> str:
         if value is not None
     ]
     completions = "same completions" if patched["same_completions"] else "OTHER completions"
-    return f"{completions}, metrics within {max(differences):.1e}"
+    return f"{completions} drawn; metrics on stock's within {max(differences):.1e}"

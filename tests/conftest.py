@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,3 +20,12 @@ settings.load_profile("untimed")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _unpatched_in_the_end() -> Iterator[None]:
+    """A demo or a doctor leaves its trainer patched until it is collected."""
+    yield
+    if "fastgrpo.trl.patch" in sys.modules:
+        for handle in list(sys.modules["fastgrpo.trl.patch"]._active):
+            handle.unpatch()

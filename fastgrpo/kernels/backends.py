@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastgrpo.kernels.driver import driver_name, why_driver_is_too_old
 from fastgrpo.kernels.library import library_info, row_is_read_once
 from fastgrpo.kernels.select import pack_reason, why_reference
 
@@ -80,6 +81,9 @@ def backends() -> Backends:
         entries[op] = Backend(REFERENCE if reason else "pack kernels", device_type, reason)
     if device_type == "cuda":
         entries["library"] = _library_backend()
+        if torch.version.hip is None:
+            old = why_driver_is_too_old(library_info().compiler)
+            entries["driver"] = Backend(driver_name(), torch.cuda.get_device_name(), old)
     return Backends(entries | _notes)
 
 

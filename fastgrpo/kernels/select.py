@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 
 from fastgrpo.kernels import cuda, reference
+from fastgrpo.kernels.driver import why_driver_is_too_old
 from fastgrpo.kernels.library import library_info
 
 
@@ -48,4 +49,5 @@ def why_no_library() -> str:
     """Why the library's ops do not serve CUDA tensors; empty where they do."""
     if torch.version.hip is not None:
         return "the library's ops are built for CUDA only"
-    return library_info().reason
+    info = library_info()
+    return info.reason or why_driver_is_too_old(info.compiler)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import fastgrpo
-from bench import head, update
+from bench import head, train, update
 from bench.__main__ import main
 from bench.measure import MIB, extra_peak_bytes, interleave
 from bench.peers import TASKS, peers, truth
@@ -209,6 +211,18 @@ def test_training_starts_from_the_same_completions_and_metrics(tmp_path: Path) -
         assert patched["same_completions"]
         assert patched["first_step"] == pytest.approx(stock["first_step"], abs=1e-5)
         assert len(patched["seconds"]) == len(patched["generation_seconds"]) == 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_training_learns_from_the_completions_that_another_one_drew() -> None:
+    once = partial(train.train_once, train.QUICK_TRAINED, CPU, "float32", "lora", 2)
+    stock = once(patched=False)
+    others = copy.deepcopy(stock.drawn)
+    for drawn in others:
+        drawn[0][:] = [[3, 5, 1] for _ in drawn[0]]
+    patched = once(patched=True, replayed=others)
+    assert [line["completions/mean_length"] for line in patched.history if "reward" in line] == [3, 3]
+    assert patched.drawn[0] == stock.drawn[0] != others[0]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

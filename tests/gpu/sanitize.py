@@ -19,7 +19,9 @@ import sys
 import torch
 
 from fastgrpo import Objective, left_pack, linear_grpo_loss, linear_logprob, pack, unpack
+from fastgrpo.kernels.flash import merge_attention
 from fastgrpo.pack_ops import sum_rows, take_rows
+from fastgrpo.rotary import rotary
 from fastgrpo.swiglu import swiglu, swiglu_grad
 
 DEVICE = torch.device("cuda")
@@ -107,9 +109,22 @@ def gate() -> None:
             swiglu_grad(gate, up, grad, gate, up, None)
 
 
+def heads() -> None:
+    """Rotary embeddings and their gradient, and attention merged over two sets of keys."""
+    for width, dtype in itertools.product((16, 96, 128), (torch.bfloat16, torch.float16)):
+        query, key = (torch.randn(2, 77, count, width, device=DEVICE).to(dtype).transpose(1, 2) for count in (3, 1))
+        cos, sin = (torch.randn(2, 77, width, device=DEVICE).to(dtype) for _ in range(2))
+        sum(x.sum() for x in rotary(query.requires_grad_(), key.requires_grad_(), cos, sin)).backward()
+        out, more = (torch.randn(77, 3, width, device=DEVICE).to(dtype) for _ in range(2))
+        lse, more_lse = (torch.randn(3, 77, device=DEVICE) for _ in range(2))
+        merge_attention(out, lse, more, more_lse, torch.rand(77, device=DEVICE) > 0.3)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    parts = {part.__name__: part for part in (head, clusters, largest_cluster, loss, rows_of_16_bit, packs, gate)}
+    # The last, so that what synccheck says of it ends no other.
+    every = (head, clusters, loss, rows_of_16_bit, packs, gate, heads, largest_cluster)
+    parts = {part.__name__: part for part in every}
     for part in [parts[name] for name in sys.argv[1:]] or parts.values():
         part()
         torch.cuda.synchronize()

@@ -356,6 +356,7 @@ def test_backends_say_that_the_kernels_serve_and_where_they_do_not():
     assert "16-bit products" in table["linear_logprob, float32"].reason
     assert table["linear_grpo, float16"].implementation == KERNELS
     assert table["library"].device == torch.cuda.get_device_name()
+    assert "CUDA 1" in table["driver"].implementation and not table["driver"].reason
 
 
 def test_left_packing_and_backends():

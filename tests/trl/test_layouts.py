@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_trainer
 from torch import Tensor
 
 import fastgrpo
-from fastgrpo.trl.compat import SCORING_METHOD
+from fastgrpo.trl.compat import SCORING_METHOD, has_fused_head
 
 MODELS = (
     "qwen2 tied",
@@ -111,10 +111,17 @@ def test_every_layout_gives_what_rows_alone_give(model, tmp_path):
         del layouts["left"]
     if varlen:
         layouts |= {"varlen": fastgrpo.Options(share_prefix=False), "shared": fastgrpo.Options()}
-    assert varlen or model in ("gemma2 softcap", "qwen2.5 vl")
+    # transformers has no sdpa for Gemma 2.
+    assert varlen == (model != "gemma2 softcap" and (model != "qwen2.5 vl" or has_fused_head())), (
+        handle.not_varlen_because
+    )
 
     @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(groups())
+    # What six examples rarely draw: a prompt that comes twice, large groups, one prompt alone.
+    @example([(5, [0, 1, 3, 9, 1, 0, 4, 2]), (5, [2, 0, 1, 6, 1, 8, 3, 1])])
+    @example([(7, [1, 0, 4, 4, 9, 2, 5])])
+    @example([(3, [2, 1]), (8, [1, 7])])
     def check(drawn: list[tuple[int, list[int]]]) -> None:
         batch = batch_of(drawn)
         setattr(trainer, SCORING_METHOD, rows_alone(trainer))

@@ -9,6 +9,7 @@ import torch
 from outcomes import assert_same, generated, outcome, seen_by
 from tiny import VISION_IDS, tiny_trainer
 from tiny_images import vision_settings
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from twins import assert_twins, trained_parameters, twins
 

@@ -12,6 +12,7 @@ import torch
 from packaging.version import Version
 
 from fastgrpo.kernels.backends import backends
+from fastgrpo.kernels.driver import why_driver_is_too_old
 from fastgrpo.kernels.library import library_info
 from fastgrpo.rollout.vllm import version_obstacle
 from fastgrpo.tools.doctor.case import Case, Line
@@ -87,7 +88,10 @@ def check_kernels(case: Case) -> Iterator[Line]:
         return
     served = {backend.implementation for backend in backends().values()}
     text = f"{', '.join(sorted(served))}"
-    if info.path is not None:
+    old = why_driver_is_too_old(info.compiler)
+    if old and torch.cuda.is_available():
+        yield Line("kernels", "hint", f"{text}; {old}", "results are the same, slower; update the driver")
+    elif info.path is not None:
         yield Line("kernels", "ok", f"{text}; library {info.version} for {', '.join(info.targets)}")
     elif torch.cuda.is_available():
         yield Line(
