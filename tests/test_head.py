@@ -68,7 +68,9 @@ def check_against_float64(
             continue
         assert ours.grad.dtype == dtype
         error = relative_error(ours.grad, truth.grad)
-        assert error <= 3e-3, f"relative gradient error {error:.2e}"
+        # Of a handful of numbers, both 16-bit roundings (of logits' gradients, of the result) can be at their worst.
+        limit = 3e-3 if hidden.numel() >= 64 else 2**-8
+        assert error <= limit, f"relative gradient error {error:.2e}"
         if ours.dim() == 2:
             error = worst_row_error(ours.grad, truth.grad)
             assert error <= 2e-2, f"relative gradient error of the worst row {error:.2e}"
