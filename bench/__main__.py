@@ -41,12 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
     rounds = options.rounds or (10 if device.type == "cuda" else 3)
     # On a CPU the calls that measure accuracy and memory are warm-up enough.
     warm_ups = 3 if device.type == "cuda" else 0
+    so_far = report.keeper(options.json)
     if options.bench == "head":
         from bench import head
 
         names = options.dtype or (["bfloat16"] if device.type == "cuda" else ["float32", "bfloat16"])
         dtypes = [getattr(torch, name) for name in names]
-        run = head.run(device, dtypes, rounds, warm_ups, options.quick, options.only, options.task)
+        run = head.run(device, dtypes, rounds, warm_ups, options.quick, options.only, options.task, so_far)
     elif options.bench == "rows":
         from bench import rows
 
@@ -75,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         from bench import update
 
         run = update.run(
-            device, options.precision, options.train, options.old_pass, rounds, options.quick, options.only
+            device, options.precision, options.train, options.old_pass, rounds, options.quick, options.only, so_far
         )
     report.say(report.describe(run))
     if options.json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,6 +91,7 @@ def run(
     quick: bool,
     only: list[str] | None = None,
     tasks: list[str] | None = None,
+    so_far: Callable[[dict], None] = lambda run: None,
 ) -> dict[str, Any]:
     """
     Measures every shape, dtype, task and peer, and prints the tables.
@@ -102,6 +103,7 @@ def run(
         quick: one tiny shape, to see that everything works.
         only: parts of the names of the shapes to run; None = all.
         tasks: names of tasks; None = all.
+        so_far: given what there is of the run after each table.
 
     Returns:
         The run, see `report.record`.
@@ -111,6 +113,7 @@ def run(
         shapes = tuple(shape for shape in shapes if any(part in shape.name for part in only))
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
+    settings = {"shapes": [asdict(shape) for shape in shapes], "rounds": rounds, "warm_ups": warm_ups}
     for shape in shapes:
         for dtype in dtypes:
             problem = make_problem(shape, dtype, device)
@@ -120,7 +123,7 @@ def run(
                 ratios |= _ratios(f"{shape.name}/{dtype_name}/{task}", lines)
                 rows += [{"shape": shape.name, "dtype": dtype_name, "task": task, **line} for line in lines]
             report.table(_title(shape, problem, dtype_name), _COLUMNS, _cells(by_task))
-    settings = {"shapes": [asdict(shape) for shape in shapes], "rounds": rounds, "warm_ups": warm_ups}
+            so_far(report.record("head", device, settings, rows, ratios))
     return report.record("head", device, settings, rows, ratios)
 
 

@@ -9,7 +9,7 @@ import platform
 import shlex
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -62,6 +62,11 @@ def record(
         "ratios": ratios,
         "rows": rows,
     }
+
+
+def keeper(path: Path | None) -> Callable[[dict], None]:
+    """What writes a run that is not finished, for a long one may be cut off; it says so in its `unfinished`."""
+    return lambda run: None if path is None else write(path, run | {"unfinished": True})
 
 
 def write(path: Path, run: dict) -> None:

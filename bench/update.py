@@ -48,6 +48,7 @@ def run(
     rounds: int,
     quick: bool,
     only: list[str] | None = None,
+    so_far: Callable[[dict], None] = lambda run: None,
 ) -> dict[str, Any]:
     """
     Measures the update with LoRA and in full, without and with gradient checkpointing, and prints the tables.
@@ -60,6 +61,7 @@ def run(
         rounds: see `interleave`.
         quick: a tiny model, to see that everything works.
         only: workloads whose name holds one of these; None = all but those of `ASKED_FOR`.
+        so_far: given what there is of the run after each case.
 
     Returns:
         The run, see `report.record`.
@@ -70,7 +72,8 @@ def run(
     workloads = (QUICK,) if quick else WORKLOADS.get(device.type, (SMOLLM2,))
     if only:
         workloads += (QUICK_VISION, QUICK_VISION_IN_PARTS) if quick else ASKED_FOR
-    shapes = []
+    shapes: list[dict[str, Any]] = []
+    settings = {"shapes": shapes, "precision": precision, "old_pass": old_pass, "rounds": rounds}
     for workload in workloads:
         if only is not None and not any(text in workload.name for text in only):
             continue
@@ -95,10 +98,10 @@ def run(
             ratios[f"{key}/memory of the update: fastgrpo over TRL"] = patched["update_mib"] / stock["update_mib"]
             ratios[f"{key}/memory of the head: fastgrpo over TRL"] = patched["head_mib"] / stock["head_mib"]
             lines += [{"workload": workload.name, "case": name, **line} for line in (stock, patched)]
+            rows += lines[-2:]
+            so_far(report.record("update", device, settings, rows, ratios))
         title = f"One update: {'old pass, ' if old_pass else ''}loss forward and backward, {precision}"
         report.table(title, _COLUMNS, _cells(lines))
-        rows += lines
-    settings = {"shapes": shapes, "precision": precision, "old_pass": old_pass, "rounds": rounds}
     return report.record("update", device, settings, rows, ratios)
 
 

@@ -306,3 +306,22 @@ def test_what_an_update_asks_of_the_processor_is_counted(tmp_path: Path) -> None
         assert run["ratios"][f"{count}: fastgrpo over TRL"] == patched[count] / stock[count]
     assert patched["with a kernel"] < patched["torch ops"]
     assert patched["autograd nodes"] < stock["autograd nodes"]
+
+
+@pytest.mark.parametrize("bench", [head, update], ids=["head", "update"])
+def test_a_run_that_is_cut_off_has_stored_what_it_measured(bench, tmp_path, monkeypatch):
+    path, measure, calls = tmp_path / "run.json", bench._measure, []
+
+    def once(*given):
+        calls.append(given)
+        if len(calls) > (len(TASKS) if bench is head else 1):
+            raise KeyboardInterrupt
+        return measure(*given)
+
+    monkeypatch.setattr(bench, "_measure", once)
+    options = [*HEAD, "--dtype", "float32", "bfloat16"] if bench is head else UPDATE
+    options = [*options, "--json", str(path)]
+    with pytest.raises(KeyboardInterrupt):
+        main(options)
+    run = json.loads(path.read_text())
+    assert run["unfinished"] is True and run["rows"] and run["ratios"]
