@@ -22,7 +22,6 @@ from trl.extras.profiling import profiling_context
 from fastgrpo.chunking import ChunkPlan
 from fastgrpo.packing import left_pack, pack
 from fastgrpo.trl.attention import LAYOUT_ARGUMENT, Layout, is_installed, without_masks
-from fastgrpo.trl.checkpointing import embedded_without_gradient
 from fastgrpo.trl.compat import (
     LOSS_METHOD,
     SCORING_METHOD,
@@ -33,6 +32,7 @@ from fastgrpo.trl.compat import (
     overrides,
     unwrapped,
 )
+from fastgrpo.trl.embeddings import embedded_without_gradient
 from fastgrpo.trl.fused import FusedLoss
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
 from fastgrpo.trl.images import ImagesByRow, LeftPackedForward, PackedImages
