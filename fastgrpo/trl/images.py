@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -132,22 +133,32 @@ class ImagesByRow:
 
     def part(self, rows: Tensor) -> Self:
         """
-        The same for some rows.
+        The same for some rows, taken when something is asked of them: of a part of a part, nothing between is copied.
 
         Args:
             rows: `[K]` int64.
         """
+        images = object.__new__(type(self))
+        taken = "_apart" in vars(self)
+        images._whole, images._rows = (self, rows) if taken else (self._whole, self._rows[rows])
+        return images
+
+    @cached_property
+    def _apart(self) -> dict[str, Any]:
+        rows = self._rows
         numbers = rows.tolist()
-        return self._of_rows(
-            {
-                name: value[rows] if isinstance(value, Tensor) else [value[number] for number in numbers]
-                for name, value in self._apart.items()
-            }
-        )
+        return {
+            name: value[rows] if isinstance(value, Tensor) else [value[number] for number in numbers]
+            for name, value in self._whole._apart.items()
+        }
 
     def split(self, rows: int) -> list[Self]:
         """The same of every so many rows."""
-        return [self.part(some) for some in torch.arange(len(self._apart["pixel_values"])).split(rows)]
+        starts = range(0, len(self._apart["pixel_values"]), rows)
+        return [
+            self._of_rows({name: value[start : start + rows] for name, value in self._apart.items()})
+            for start in starts
+        ]
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of TRL's scoring method; nothing of images where no row has one."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,9 +21,8 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
 from fastgrpo.chunking import ChunkPlan
-from fastgrpo.packing import left_pack, pack
+from fastgrpo.packing import Packed, left_pack, pack
 from fastgrpo.trl.attention import LAYOUT_ARGUMENT, Layout, is_installed, without_masks
-from fastgrpo.trl.checkpointing import embedded_without_gradient
 from fastgrpo.trl.compat import (
     LOSS_METHOD,
     SCORING_METHOD,
@@ -33,22 +33,23 @@ from fastgrpo.trl.compat import (
     overrides,
     unwrapped,
 )
-from fastgrpo.trl.fused import FusedLoss
+from fastgrpo.trl.embeddings import embedded_without_gradient
 from fastgrpo.trl.heads import Entropy, HeadCall, Scores, head_call, score_with_head
 from fastgrpo.trl.images import ImagesByRow, LeftPackedForward, PackedImages
 from fastgrpo.trl.layers import FusedLayers
 from fastgrpo.trl.offload import Offload
 from fastgrpo.trl.parts import Limits, score_in_parts
+from fastgrpo.trl.rows import Rows
 
 if TYPE_CHECKING:
     from fastgrpo.trl.loss import LossPass
     from fastgrpo.trl.onpolicy import OldLogProbs
     from fastgrpo.trl.patch import Patch
-    from fastgrpo.trl.skipping import Kept
 
 logger = logging.getLogger("fastgrpo")
-_IGNORE = -100
 Layouts = Literal["varlen", "left", "none"]
+Result = tuple[Tensor, Tensor | None, Tensor | None]
+"""Log-probs and entropies, `[B, T]`, and the auxiliary loss."""
 
 
 class ScoringMethod(Standing):
@@ -98,7 +99,7 @@ class ScoringMethod(Standing):
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         **model_inputs: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> Result:
         """
         Log-probs and entropies of the last `logits_to_keep` columns.
 
@@ -115,7 +116,7 @@ class ScoringMethod(Standing):
             log-probs `[B, T]`, entropies `[B, T]` or None, auxiliary loss (0-d) or None; 0 outside the mask.
         """
 
-        def trainer_s_own(model: Any = model) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        def trainer_s_own(model: Any) -> Result:
             return getattr(type(self.trainer), SCORING_METHOD)(
                 self.trainer,
                 model,
@@ -130,7 +131,7 @@ class ScoringMethod(Standing):
 
         if self.handle is not None and not self.handle.active:
             # Somebody kept the method, wrapped for example, beyond `unpatch`.
-            return trainer_s_own()
+            return trainer_s_own(model)
         if self.old is not None and self.old.leave_out(model):
             return input_ids.new_zeros(input_ids.shape[0], logits_to_keep, dtype=torch.float32), None, None
         if self.loss is not None and self.loss.given is not None:
@@ -139,72 +140,38 @@ class ScoringMethod(Standing):
         entropy = self._entropy_mode(compute_entropy)
         # TRL never asks for a row's first token, or for no token; what it would make of that is its own business.
         odd = not 0 < logits_to_keep < input_ids.shape[1]
-        pictured = any(value is not None for value in model_inputs.values())
-        kept = None if self.loss is None else self.loss.kept
         as_they_are = odd or self._own_method
-        images = None
+        pictured = any(value is not None for value in model_inputs.values())
+        rows = Rows(input_ids, attention_mask, logits_to_keep)
+        if self.loss is not None:
+            rows = replace(rows, counted=self.loss.counted, fused_loss=self.loss.fused)
         if pictured and not as_they_are:
-            images = self._images_for_packed_rows(model, input_ids, attention_mask, logits_to_keep, model_inputs)
-        if as_they_are or (pictured and images is None):
-            if pictured and not odd and (self.limits or kept is not None):
-                by_row = ImagesByRow(model_inputs, input_ids.shape[0])
-                with profiling_context(self.trainer, SCORING_METHOD), self._saving(model):
-                    result = self._score_images_by_row(
-                        model, input_ids, attention_mask, logits_to_keep, batch_size, entropy, by_row, kept
-                    )
-            else:
-                left_packed = pictured and self.layout != "none" and not as_they_are
-                with head_call(HeadCall(self.plan, entropy)), self._running(model), self._saving(model):
-                    result = trainer_s_own(LeftPackedForward(model) if left_packed else model)
-            if self.loss is not None:
-                return *self.loss.scored(result[0], result[1]), result[2]
-            return result
-        with profiling_context(self.trainer, SCORING_METHOD):
-            count = input_ids.shape[0]
-            counted = fused_loss = None
-            if self.loss is not None:
-                counted, fused_loss = self.loss.counted, self.loss.fused
-            if kept is not None:
-                input_ids, attention_mask = input_ids[kept.rows], attention_mask[kept.rows]
-                counted = None if counted is None else counted[kept.rows]
-                fused_loss = None if fused_loss is None else fused_loss.map(lambda x: x[kept.rows])
-                images = None if images is None else images.part(kept.rows)
-            rows = batch_size or max(input_ids.shape[0], 1)
-            some_images = [None] * -(-input_ids.shape[0] // rows) if images is None else images.split(rows)
-            with self._saving(model):
-                parts = [
-                    self._score_within_limits(
-                        model, ids, mask, logits_to_keep, entropy, compute_aux_loss, counted, fused_loss, some
-                    )
-                    for ids, mask, some in zip(
-                        input_ids.split(rows), attention_mask.split(rows), some_images, strict=True
-                    )
-                ]
-            all_logprobs, all_entropies, aux_losses = zip(*parts, strict=True)
-            logprobs, entropies = torch.cat(all_logprobs), torch.cat(all_entropies) if compute_entropy else None
-            if kept is not None:
-                scored = attention_mask[:, attention_mask.shape[1] - logits_to_keep :]
-                logprobs, entropies = kept.spread_both(
-                    logprobs, entropies, scored if counted is None else scored * counted, count
-                )
-            if self.loss is not None:
-                logprobs, entropies = self.loss.scored(logprobs, entropies)
-            return logprobs, entropies, torch.stack(aux_losses).mean() if compute_aux_loss else None
+            rows = replace(rows, images=self._images_for_packed_rows(model, rows, model_inputs))
+        if not as_they_are and (rows.images is not None or not pictured):
+            score = partial(self._score, entropy=entropy, compute_aux_loss=compute_aux_loss, layout=self.layout)
+            result = self._score_all(model, rows, batch_size, score)
+        elif pictured and not odd and self._takes_rows_apart:
+            rows = replace(rows, images=ImagesByRow(model_inputs, len(rows)), fused_loss=None)
+            result = self._score_all(model, rows, batch_size, partial(self._score_with_trl, entropy=entropy))
+        else:
+            left_packed = pictured and self.layout != "none" and not as_they_are
+            with head_call(HeadCall(self.plan, entropy)), self._running(model), self._saving(model):
+                result = trainer_s_own(LeftPackedForward(model) if left_packed else model)
+        return result if self.loss is None else (*self.loss.scored(result[0], result[1]), result[2])
 
     def score(
         self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, layout: Layouts
     ) -> tuple[Tensor, Tensor]:
         """The policy's log-probs and entropies as a loss forward gets them, `[B, logits_to_keep]`; for the probe."""
-        logprobs, entropy, _ = self._score(
-            self.trainer.model, input_ids, attention_mask, logits_to_keep, "detached", False, layout
-        )
+        rows = Rows(input_ids, attention_mask, logits_to_keep)
+        logprobs, entropy, _ = self._score(self.trainer.model, rows, "detached", False, layout)
         return logprobs, entropy
 
-    def _possible(self, model: torch.nn.Module, attention_mask: Tensor, scored: Tensor, layout: Layouts) -> Layouts:
+    def _possible(self, model: torch.nn.Module, rows: Rows, layout: Layouts) -> Layouts:
         """The layout, or the one that rows which it is not possible for get."""
         if layout == "varlen" and not is_installed(attention_of(model, self.trainer)):
             layout = self._without_varlen(model)
-        return "none" if layout != "none" and _cannot_be_packed(attention_mask, scored) else layout
+        return "none" if layout != "none" and rows.cannot_be_packed() else layout
 
     def _without_varlen(self, model: torch.nn.Module) -> Layouts:
         """The layout for a model whose attention was exchanged since the patch; said once."""
@@ -235,250 +202,144 @@ class ScoringMethod(Standing):
         return nullcontext() if self.offload is None else self.offload.saving(model)
 
     def _images_for_packed_rows(
-        self,
-        model: torch.nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        model_inputs: dict[str, Any],
+        self, model: torch.nn.Module, rows: Rows, model_inputs: dict[str, Any]
     ) -> PackedImages | None:
         """The rows' images, where such rows reach the model without padding; None = they go through TRL's own method."""
         if self.layout != "varlen" or not self.trainer._is_vlm:
             return None
-        scored = _scored(attention_mask, logits_to_keep)
-        if self._possible(model, attention_mask, scored, self.layout) != "varlen":
+        if self._possible(model, rows, self.layout) != "varlen":
             return None
-        return PackedImages.of(model_inputs, input_ids.shape[0])
+        return PackedImages.of(model_inputs, len(rows))
 
-    def _split(
-        self,
-        model: torch.nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        images: PackedImages | None = None,
-    ) -> list[Tensor]:
-        """Row numbers of parts within the limits, see `Limits.split`."""
-        scored = _scored(attention_mask, logits_to_keep)
-        layout = self._possible(model, attention_mask, scored, self.layout)
-        names = None if images is None else images.names(logits_to_keep)
-        return self.limits.split(input_ids, attention_mask, scored, layout, self.share_prefix, names)
+    @property
+    def _takes_rows_apart(self) -> bool:
+        """Whether some of a micro-batch's rows may be computed, or some after others."""
+        return bool(self.limits) or (self.loss is not None and self.loss.kept is not None)
 
     @property
     def _recompute(self) -> bool:
         # What is kept of a part in host memory is not alive on the device.
         return self.offload is None
 
-    def _score_images_by_row(
-        self,
-        model: torch.nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None,
-        entropy: Entropy,
-        images: ImagesByRow,
-        kept: Kept | None,
-    ) -> tuple[Tensor, Tensor | None, None]:
+    def _score_all(
+        self, model: torch.nn.Module, rows: Rows, batch_size: int | None, score: Callable[..., Result]
+    ) -> Result:
+        """
+        The results of all rows, of which those with a gradient are computed.
+
+        Args:
+            model: as accelerate wrapped it.
+            rows: of the micro-batch.
+            batch_size: rows a forward; None = all.
+            score: of a model and of some rows.
+        """
+        kept = None if self.loss is None else self.loss.kept
+        with profiling_context(self.trainer, SCORING_METHOD):
+            some = rows if kept is None else rows.take(kept.rows)
+            batches = some.split(batch_size or len(rows))
+            with self._saving(model):
+                results = [self._score_within_limits(model, batch, score) for batch in batches]
+            all_logprobs, all_entropies, aux_losses = zip(*results, strict=True)
+            logprobs = torch.cat(all_logprobs)
+            entropies = None if all_entropies[0] is None else torch.cat(all_entropies)
+            if kept is not None:
+                logprobs, entropies = kept.spread_both(logprobs, entropies, some.last(some.computed), len(rows))
+            return logprobs, entropies, None if aux_losses[0] is None else torch.stack(aux_losses).mean()
+
+    def _score_within_limits(self, model: torch.nn.Module, rows: Rows, score: Callable[..., Result]) -> Result:
+        parts = self._split(model, rows) if self.limits else []
+        if len(parts) < 2:
+            return score(model, rows)
+        # The loss sees all rows together, once each part has its log-probs.
+        rows = replace(rows, fused_loss=None)
+
+        def score_part(model: torch.nn.Module, part: Tensor) -> tuple[Tensor, Tensor | None]:
+            return score(model, rows.take(part))[:2]
+
+        return *score_in_parts(model, score_part, parts, self._recompute), None
+
+    def _split(self, model: torch.nn.Module, rows: Rows) -> list[Tensor]:
+        """Row numbers of parts within the limits, see `Limits.split`."""
+        layout = self._possible(model, rows, self.layout)
+        names = rows.images.names(rows.width) if isinstance(rows.images, PackedImages) else None
+        return self.limits.split(rows.input_ids, rows.attention_mask, rows.scored, layout, self.share_prefix, names)
+
+    def _score_with_trl(self, model: torch.nn.Module, rows: Rows, entropy: Entropy) -> Result:
+        """Of rows with images by TRL's own method, which makes a model's inputs of them."""
         trl_s_own = inspect.unwrap(getattr(GRPOTrainer, SCORING_METHOD))  # timed once, not once a part
-
-        def score(model: torch.nn.Module, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-            with head_call(HeadCall(self.plan, entropy)), self._running(model):
-                return trl_s_own(
-                    self.trainer,
-                    model if self.layout == "none" else LeftPackedForward(model),
-                    input_ids[rows],
-                    attention_mask[rows],
-                    logits_to_keep,
-                    compute_entropy=entropy != "none",
-                    **images.part(rows).arguments(),
-                )[:2]
-
-        count = input_ids.shape[0]
-        everything = torch.arange(count, device=input_ids.device)
-        results = []
-        for rows in (everything if kept is None else kept.rows).split(batch_size or count):
-            parts = [rows[part] for part in self._split(model, input_ids[rows], attention_mask[rows], logits_to_keep)]
-            results.append(score_in_parts(model, score, parts, self._recompute))
-        all_logprobs, all_entropies = zip(*results, strict=True)
-        logprobs, entropies = torch.cat(all_logprobs), None if entropy == "none" else torch.cat(all_entropies)
-        if kept is not None:
-            scored = attention_mask[kept.rows, -logits_to_keep:]
-            if self.loss.counted is not None:
-                scored = scored * self.loss.counted[kept.rows]
-            logprobs, entropies = kept.spread_both(logprobs, entropies, scored, count)
-        return logprobs, entropies, None
-
-    def _score_within_limits(
-        self,
-        model: torch.nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        entropy: Entropy,
-        compute_aux_loss: bool,
-        counted: Tensor | None,
-        fused_loss: FusedLoss | None,
-        images: PackedImages | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if self.limits:
-            parts = self._split(model, input_ids, attention_mask, logits_to_keep, images)
-            if len(parts) > 1:
-
-                def score(model: torch.nn.Module, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-                    ids, mask, shown = input_ids[rows], attention_mask[rows], None if counted is None else counted[rows]
-                    seen = None if images is None else images.part(rows)
-                    return self._score(
-                        model, ids, mask, logits_to_keep, entropy, False, self.layout, shown, images=seen
-                    )[:2]
-
-                return *score_in_parts(model, score, parts, self._recompute), None
-        return self._score(
-            model,
-            input_ids,
-            attention_mask,
-            logits_to_keep,
-            entropy,
-            compute_aux_loss,
-            self.layout,
-            counted,
-            fused_loss,
-            images,
-        )
+        with head_call(HeadCall(self.plan, entropy)), self._running(model):
+            return trl_s_own(
+                self.trainer,
+                model if self.layout == "none" else LeftPackedForward(model),
+                rows.input_ids,
+                rows.attention_mask,
+                rows.width,
+                compute_entropy=entropy != "none",
+                **rows.images.arguments(),
+            )
 
     def _score(
-        self,
-        model: torch.nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        entropy: Entropy,
-        compute_aux_loss: bool,
-        layout: Layouts,
-        counted: Tensor | None = None,
-        fused_loss: FusedLoss | None = None,
-        images: PackedImages | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        attention_mask = (attention_mask != 0).to(input_ids.dtype)
-        scored = _scored(attention_mask, logits_to_keep)
-        layout = self._possible(model, attention_mask, scored, layout)
-        score = {"left": self._score_left, "none": self._score_padded}.get(layout) or partial(
-            self._score_varlen, images=images, width=logits_to_keep
-        )
+        self, model: torch.nn.Module, rows: Rows, entropy: Entropy, compute_aux_loss: bool, layout: Layouts
+    ) -> Result:
+        """Of rows in a layout, or in the one that is possible for them."""
+        rows = replace(rows, attention_mask=(rows.attention_mask != 0).to(rows.input_ids.dtype))
+        layouts = {"varlen": self._score_varlen, "left": self._score_left, "none": self._score_padded}
+        score = layouts[self._possible(model, rows, layout)]
         inputs = {"output_router_logits": True} if compute_aux_loss else {}
-
-        def beside_prompts(values: Tensor) -> Tensor:
-            return torch.nn.functional.pad(values, (input_ids.shape[1] - logits_to_keep, 0))
-
-        counted = scored if counted is None else scored & beside_prompts(counted)
-        fused_loss = None if fused_loss is None else fused_loss.map(beside_prompts)
         with self._running(model):
-            logprobs, entropies, aux_loss = score(
-                model, input_ids, attention_mask, scored, counted, entropy, inputs, fused_loss
-            )
-        last = slice(input_ids.shape[1] - logits_to_keep, None)
-        return (
-            logprobs[:, last],
-            None if entropies is None else entropies[:, last],
-            aux_loss if compute_aux_loss else None,
-        )
+            scores = score(model, rows, entropy, inputs).map(rows.last)
+        return scores.logprobs, scores.entropy, scores.aux_loss if compute_aux_loss else None
 
-    def _score_padded(
-        self,
-        model: torch.nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        scored: Tensor,
-        counted: Tensor,
-        entropy: Entropy,
-        inputs: dict,
-        fused_loss: FusedLoss | None,
-    ) -> Scores:
-        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
-        labels = input_ids.masked_fill(~counted, _IGNORE)[:, 1:]
-        if fused_loss is not None:
-            fused_loss = fused_loss.map(lambda x: x[:, 1:].reshape(-1))
-        scores = score_with_head(self.trainer, model, inputs, HeadCall(self.plan, entropy, labels, fused=fused_loss))
+    def _score_padded(self, model: torch.nn.Module, rows: Rows, entropy: Entropy, inputs: dict[str, Any]) -> Scores:
+        inputs |= {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask}
+        loss = rows.laid_out_loss(lambda values: values[:, 1:].reshape(-1))
+        call = HeadCall(self.plan, entropy, rows.labels()[:, 1:], fused=loss)
+        scores = score_with_head(self.trainer, model, inputs, call)
         return scores.map(lambda values: torch.nn.functional.pad(values, (1, 0)))
 
-    def _score_left(
-        self,
-        model: torch.nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        scored: Tensor,
-        counted: Tensor,
-        entropy: Entropy,
-        inputs: dict,
-        fused_loss: FusedLoss | None,
-    ) -> Scores:
-        packed = left_pack(input_ids, attention_mask)
+    def _score_left(self, model: torch.nn.Module, rows: Rows, entropy: Entropy, inputs: dict[str, Any]) -> Scores:
+        packed = left_pack(rows.input_ids, rows.attention_mask)
         if inputs:
             # Causal rows that start at their first token need no mask, but the router counts tokens by it.
             inputs["attention_mask"] = packed.attention_mask
         inputs["input_ids"] = packed.input_ids
         if self.explicit_positions:
             inputs["position_ids"] = packed.position_ids
-        labels = packed.take(input_ids.masked_fill(~counted, _IGNORE))[:, 1:]
-        if fused_loss is not None:
-            fused_loss = fused_loss.map(lambda x: packed.take(x)[:, 1:].reshape(-1))
-        scores = score_with_head(self.trainer, model, inputs, HeadCall(self.plan, entropy, labels, fused=fused_loss))
+        loss = rows.laid_out_loss(lambda values: packed.take(values)[:, 1:].reshape(-1))
+        call = HeadCall(self.plan, entropy, packed.take(rows.labels())[:, 1:], fused=loss)
+        scores = score_with_head(self.trainer, model, inputs, call)
         return scores.map(lambda values: packed.restore(torch.nn.functional.pad(values, (1, 0))))
 
-    def _score_varlen(
-        self,
-        model: torch.nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        scored: Tensor,
-        counted: Tensor,
-        entropy: Entropy,
-        inputs: dict,
-        fused_loss: FusedLoss | None,
-        images: PackedImages | None,
-        width: int,
-    ) -> Scores:
-        prompts = ((attention_mask != 0) & ~scored).sum(1)
+    def _score_varlen(self, model: torch.nn.Module, rows: Rows, entropy: Entropy, inputs: dict[str, Any]) -> Scores:
+        prompts = ((rows.attention_mask != 0) & ~rows.scored).sum(1)
         # The router's loss counts every token of every row, so a shared prompt would count once instead of G times.
         share = self.share_prefix and not inputs
-        names = images.names(width) if share and images is not None else None
-        packed = pack(input_ids, attention_mask, prompts, share, names)
+        names = rows.images.names(rows.width) if share and rows.images is not None else None
+        packed = pack(rows.input_ids, rows.attention_mask, prompts, share, names)
         layout = Layout(tuple(packed.segments))
         inputs |= {"input_ids": packed.tokens, "position_ids": packed.position_ids, LAYOUT_ARGUMENT: layout}
-        if images is not None:
-            inputs |= images.part(torch.tensor(packed.rows, device=input_ids.device)).inputs()
-            positions = images.positions(unwrapped(self.trainer, model), input_ids, attention_mask)
-            if positions is not None:
-                positions = positions.to(input_ids.device)
-                inputs["position_ids"] = torch.stack([packed.take(values) for values in positions]).unsqueeze(1)
-        place = counted.flatten().nonzero().squeeze(1)
-        if fused_loss is not None:
-            fused_loss = fused_loss.map(lambda x: x.flatten()[place])
-        labels, source = (values.flatten()[place] for values in (input_ids, packed.previous()))
-        call = HeadCall(self.plan, entropy, labels, source, fused_loss)
+        if rows.images is not None:
+            inputs |= self._images_and_positions(model, rows, packed)
+        place = rows.computed.flatten().nonzero().squeeze(1)
+        loss = rows.laid_out_loss(lambda values: values.flatten()[place])
+        labels, source = (values.flatten()[place] for values in (rows.input_ids, packed.previous()))
         with without_masks():
-            scores = score_with_head(self.trainer, model, inputs, call)
+            scores = score_with_head(self.trainer, model, inputs, HeadCall(self.plan, entropy, labels, source, loss))
         if not layout.windows:
             raise NotImplementedError("the model's attention layers do not pass on the arguments of its forward")
         if self._windowed and not any(layout.windows):
             raise NotImplementedError("the model's attention layers keep their window to themselves")
-        count = call.labels.shape[0]
 
         def beside_tokens(values: Tensor) -> Tensor:
-            return values.new_zeros(counted.shape).masked_scatter(counted, values[0, :count])
+            return values.new_zeros(rows.computed.shape).masked_scatter(rows.computed, values[0, : labels.shape[0]])
 
         return scores.map(beside_tokens)
 
-
-def _scored(attention_mask: Tensor, logits_to_keep: int) -> Tensor:
-    """`[B, L]` bool, the real tokens of the last columns."""
-    scored = attention_mask != 0
-    scored[:, : scored.shape[1] - logits_to_keep] = False
-    return scored
-
-
-def _cannot_be_packed(attention_mask: Tensor, scored: Tensor) -> bool:
-    """Whether a row's first real token is to be scored, with nothing before it but TRL's padding, or no token is real."""
-    real = attention_mask != 0
-    first = real & (real.cumsum(1) == 1)
-    return bool((first & scored).any() | ~real.any())
+    def _images_and_positions(self, model: torch.nn.Module, rows: Rows, packed: Packed) -> dict[str, Tensor]:
+        """What a model gets beside rows without padding that have images."""
+        inputs = rows.images.part(torch.tensor(packed.rows, device=rows.input_ids.device)).inputs()
+        positions = rows.images.positions(unwrapped(self.trainer, model), rows.input_ids, rows.attention_mask)
+        if positions is not None:
+            positions = positions.to(rows.input_ids.device)
+            inputs["position_ids"] = torch.stack([packed.take(values) for values in positions]).unsqueeze(1)
+        return inputs

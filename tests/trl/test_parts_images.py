@@ -301,3 +301,16 @@ def test_what_belongs_to_no_row_for_certain_is_refused_by_name_before_any_forwar
         ):
             getattr(trainer, SCORING_METHOD)(model, ids, ids, 4, **images)
     assert not model.given
+
+
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_a_part_of_a_part_has_the_images_of_its_rows(asked_before):
+    """And what is between was never copied, unless it was asked for."""
+    inputs = {"pixel_values": torch.arange(4.0).view(4, 1, 1, 1), "token_type_ids": torch.arange(8).view(4, 2)}
+    between = ImagesByRow(inputs, 4).part(torch.tensor([3, 1, 0]))
+    if asked_before:
+        assert between.arguments()["pixel_values"].flatten().tolist() == [3, 1, 0]
+    found = between.part(torch.tensor([2, 0])).arguments()
+    assert found["pixel_values"].flatten().tolist() == [0, 3]
+    assert found["token_type_ids"].tolist() == [[0, 1], [6, 7]]
+    assert ("_apart" in vars(between)) is asked_before

@@ -254,3 +254,10 @@ def tiny_trainer(
         environment_factory=environment_factory,
         rollout_func=rollout_func,
     )
+
+
+def checkpointed(output_dir: Path, **config: Any) -> GRPOTrainer:
+    """A tiny trainer whose model checkpoints already, as it would once training has begun."""
+    trainer = tiny_trainer(output_dir, gradient_checkpointing=True, **config)
+    trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    return trainer
