@@ -6,7 +6,15 @@ import itertools
 
 import pytest
 import torch
-from head_cases import SMALL_CHUNK, check_against_float64, check_autocast, errors_beside_eager, make
+from head_cases import (
+    ODD_16_BIT,
+    SMALL_CHUNK,
+    check_against_float64,
+    check_autocast,
+    check_odd_16_bit,
+    errors_beside_eager,
+    make,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from truth import logits_float64, logprobs_float64, relative_error
@@ -68,6 +76,12 @@ def test_equals_float64_at_any_shape(
         temperature=temperature,
         softcap=softcap,
     )
+
+
+@settings(max_examples=25)
+@given(**ODD_16_BIT)
+def test_16_bit_equals_float64_at_odd_shapes(**case):
+    check_odd_16_bit(**case, device="cpu")
 
 
 @pytest.mark.parametrize("frozen", [True, False])
