@@ -26,7 +26,7 @@ def logits_float64(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """`[N, V]` logits of the same inputs, in float64."""
+    """`[N, V]` logits of the same inputs, in float64; `bias` `[V]`, or `[N, V]` to learn what the products' gradients are."""
     z = hidden.double() @ weight.double().t()
     if bias is not None:
         z = z + bias.double()

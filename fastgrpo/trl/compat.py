@@ -241,10 +241,20 @@ def _model_obstacle(model: torch.nn.Module) -> str:
     if not getattr(model, "_supports_attention_backend", False):
         return "the model's attention cannot be exchanged"
     if implementation not in ALL_ATTENTION_FUNCTIONS:
-        return f"attn_implementation={implementation!r} cannot be exchanged; 'sdpa' can"
+        return f"attn_implementation={implementation!r} cannot be exchanged{_instead_of(implementation, model)}"
     if _attention_dropout(model):
         return f"attention dropout is {_attention_dropout(model):g}"
     return ""
+
+
+def _instead_of(implementation: str, model: torch.nn.Module) -> str:
+    if getattr(model, "_supports_sdpa", False):
+        return "; 'sdpa' can"
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        return (
+            f", and the model's softcap of attention scores needs {implementation!r}: transformers has no 'sdpa' for it"
+        )
+    return f", and transformers has no 'sdpa' for {type(model).__name__}"
 
 
 def _flash_obstacle(trainer: GRPOTrainer, model: torch.nn.Module) -> str:

@@ -248,8 +248,9 @@ def _obstacles(trainer: GRPOTrainer, options: Options) -> dict[Layouts, str]:
     if options.packing == "auto":
         return obstacles
     if obstacles[options.packing]:
+        rows = "" if obstacles["left"] else " (rows are left-packed)"
         raise ValueError(
-            f"packing={options.packing!r} is not possible: {obstacles[options.packing]}; use packing='auto' or 'none'."
+            f"packing={options.packing!r} is not possible: {obstacles[options.packing]}; use packing='auto'{rows} or 'none'."
         )
     return {options.packing: ""}
 

@@ -7,6 +7,11 @@ import warnings
 
 import pytest
 import torch
+from head_cases import ODD_16_BIT, check_autocast, check_odd_16_bit, errors_beside_eager
+from head_cases import make as make_on_cpu
+from hypothesis import given, settings
+from loss_cases import cases_of_16_bit, check_16_bit, objective
+from loss_cases import make as make_rows
 from truth import logits_float64, logprobs_float64, relative_error, worst_row_error
 
 import fastgrpo.kernels.select as select
@@ -245,18 +250,41 @@ def test_a_nan_row_stays_alone_and_ignored_rows_are_zero(frozen):
     assert out.logprobs[7] == 0 and out.entropy[7] == 0 and leaf.grad[7].eq(0).all()
 
 
+@pytest.mark.parametrize(("frozen", "one_pass"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_never_less_exact_than_eager_16_bit(dtype):
-    hidden, weight, targets = make(256, 896, 32000, dtype)
-    leaves = [hidden.clone().requires_grad_() for _ in range(3)]
-    ours = linear_logprob(leaves[0], weight, targets).logprobs
-    eager = torch.log_softmax((leaves[1] @ weight.t()).float(), -1).gather(1, targets[:, None])[:, 0]
-    exact_leaf = hidden.double().requires_grad_()
-    exact, _ = logprobs_float64(logits_float64(exact_leaf, weight), targets)
-    for value in (ours, eager, exact):
-        value.sum().backward()
-    assert (ours - exact).abs().max() <= (eager - exact).abs().max()
-    assert relative_error(leaves[0].grad, exact_leaf.grad) <= relative_error(leaves[1].grad, exact_leaf.grad)
+def test_never_less_exact_than_eager_16_bit(dtype, frozen, one_pass):
+    errors = errors_beside_eager(*make(256, 896, 32000, dtype), frozen=frozen, one_pass=one_pass)
+    for name, (ours, eager) in errors.items():
+        assert ours <= eager, f"{name}: {ours:.2e}, eager {eager:.2e}"
+
+
+@settings(max_examples=25, deadline=None)
+@given(**ODD_16_BIT)
+def test_16_bit_equals_float64_at_odd_shapes(**case):
+    check_odd_16_bit(**case, device="cuda")
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases_of_16_bit())
+def test_the_fused_loss_of_16_bit_equals_float64_at_odd_shapes(case):
+    rows, options, scale = case
+    check_16_bit(rows, options, "cuda", scale, odd=True)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_fp32_masters_under_autocast_get_fp32_gradients(frozen):
+    hidden, weight, targets, _ = make_on_cpu(129, 72, 5003, torch.float32)
+    check_autocast(hidden, weight, targets, frozen=frozen, device="cuda", bound=3e-3)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(("level", "on_policy"), [("token", True), ("sequence", True), ("sequence", False)])
+def test_the_fused_loss_of_fp32_masters_under_autocast_equals_float64(level, on_policy, trains):
+    rows = make_rows(
+        (40, 0, 77, 1, 60), torch.float32, 1003, 72, on_policy=on_policy, trains=(trains, False), leave_out=()
+    )
+    # A sequence's ratio far from the edges of clipping.
+    check_16_bit(rows, objective("dapo", level, beta=0.04, epsilon=0.9), "cuda", autocast=True)
 
 
 def test_float16_gradients_survive_a_loss_scale():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import pickle
+import re
 import types
 
 import pytest
@@ -341,6 +342,34 @@ def test_attention_dropout_is_left_to_the_model(tmp_path):
         "packing='varlen' is not possible: attention dropout is 0.1",
         fastgrpo.Options(packing="varlen"),
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "softcap", "advice"),
+    [
+        ("llama", None, "; 'sdpa' can"),
+        (
+            "gemma2 softcap",
+            50.0,
+            ", and the model's softcap of attention scores needs 'eager': transformers has no 'sdpa' for it",
+        ),
+        ("gemma2 softcap", None, ", and transformers has no 'sdpa' for Gemma2ForCausalLM"),
+    ],
+)
+def test_eager_attention_is_left_packed_and_sdpa_advised_only_where_there_is_one(
+    model, softcap, advice, tmp_path, capsys
+):
+    model = tiny_model(model)
+    model.set_attn_implementation("eager")
+    model.config.attn_logit_softcapping = softcap
+    trainer = tiny_trainer(tmp_path, model)
+    reason = f"attn_implementation='eager' cannot be exchanged{advice}"
+    with fastgrpo.patch(trainer) as handle:
+        assert handle.layout == "left" and handle.not_varlen_because == reason
+        trainer.train()
+    assert f"left-packed ({reason})" in capsys.readouterr().err
+    wanted = f"packing='varlen' is not possible: {reason}; use packing='auto' (rows are left-packed) or 'none'."
+    refused(trainer, ValueError, re.escape(wanted), fastgrpo.Options(packing="varlen"))
 
 
 def test_dropout_is_said_where_packing_changes_the_random_numbers(tmp_path, caplog):

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model, tiny_trainer
 from tiny_images import vision_settings
 from trl import GRPOTrainer
-from twins import assert_twins, run, twins
+from twins import assert_twins, run, twins, twins_in_16_bit
 
 import fastgrpo
 import fastgrpo.trl.compat as compat
@@ -33,6 +33,16 @@ def test_a_mixture_of_experts_trains_in_every_layout(packing, tmp_path):
 def test_a_mixture_of_experts_trains_without_its_auxiliary_loss(tmp_path):
     stock, _ = twins(tmp_path, max_steps=2, beta=0.04, **{**MIXTURE, "router_aux_loss_coef": 0.0})
     assert not stock.aux_loss_enabled
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("model", ["qwen3", "qwen2.5 vl"])
+def test_mixed_precision_starts_as_stock_does(model, lora, tmp_path):
+    """Here on a CPU; `tests/gpu` does the same on a card."""
+    if model == "qwen2.5 vl" and not compat.has_fused_head():
+        pytest.skip("this TRL takes full logits where there are images")
+    settings = vision_settings([1, 3, 1, 2], model) if model == "qwen2.5 vl" else {"model": model}
+    twins_in_16_bit(tmp_path, lora=lora, bf16=True, use_cpu=True, **settings)
 
 
 @pytest.mark.parametrize("lora", [True, False])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model, tiny_trainer
+from tiny import many_letters, tiny_model, tiny_trainer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import GRPOTrainer
 
@@ -70,17 +70,27 @@ def twins_in_16_bit(
     Args:
         output_dir: of both trainers.
         build: the model, once for each; None = the one that `settings` names.
-        settings: of `tiny_trainer`, with `bf16=True` or `fp16=True`.
+        settings: of `tiny_trainer`, with `bf16=True` or `fp16=True`; on a CPU with `use_cpu=True`.
     """
-    runs = []
+    runs, rewarded = [], []
+    reward = settings.pop("reward", many_letters)
+
+    def remember(completions: list[Any], **columns: Any) -> list[float]:
+        rewarded[-1].append(list(completions))
+        return reward(completions=completions, **columns)
+
+    settings = {"use_cpu": False, "max_steps": 3, "learning_rate": 0.05, "reward": remember, **settings}
     for patch in (False, True):
+        rewarded.append([])
         model = {} if build is None else {"model": build()}
-        runs.append(run(output_dir, patch, use_cpu=False, max_steps=3, learning_rate=0.05, **model, **settings))
+        runs.append(run(output_dir, patch, **model, **settings))
     (stock, _), (patched, before) = runs
     assert fastgrpo.patch(patched).layout == "varlen"
-    assert list(stock._logs["completion"])[:8] == list(patched._logs["completion"])[:8]
+    # Those of the first step: weights that differ by a rounding draw other tokens sooner or later.
+    assert rewarded[0][0] == rewarded[1][0] and len(rewarded[0][0]) == 8
     first, ours = stock.state.log_history[0], patched.state.log_history[0]
-    for name, limit in {"reward": 1e-6, "entropy": 2e-2, "loss": 2e-2, "grad_norm": 0.1}.items():
+    # On a CPU in bf16, norms of tiny models differed by at most 1.4e-3, entropies by 1.1e-5.
+    for name, limit in {"reward": 1e-6, "entropy": 2e-2, "loss": 2e-2, "grad_norm": 2e-2}.items():
         overflowed = settings.get("fp16") and not math.isfinite(first[name])  # as the scaler's first steps do
         assert overflowed or ours[name] == pytest.approx(first[name], rel=limit, abs=limit), name
     after = trained_parameters(patched)
