@@ -103,7 +103,15 @@ def test_a_package_in_the_current_folder(folder):
     assert load_function("package_of_mine.judges:f")(completions=["a"]) == [3.0]
 
 
-def test_a_ctrl_c_that_was_typed_is_one():
+@pytest.fixture
+def interruptible():
+    """Ctrl-C interrupts, as it does but for a shell's background jobs."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_ctrl_c_that_was_typed_is_one(interruptible):
     with pytest.raises(KeyboardInterrupt), contained("mine"):
         os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(RewardError, match="mine raises KeyboardInterrupt"), contained("mine"):
