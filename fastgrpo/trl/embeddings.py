@@ -66,9 +66,9 @@ def _is_asked(module: torch.nn.Module) -> bool:
         return False
     hooks = module._forward_hooks.values()
     names = {(getattr(hook, "__module__", "") or "").split(".")[0] for hook in hooks}
-    return (
-        bool(hooks) and names <= _LIBRARIES and all("make_inputs_require_grad" in hook.__qualname__ for hook in hooks)
-    )
+    # A hook may be an object, which has no name.
+    asking = all("make_inputs_require_grad" in getattr(hook, "__qualname__", "") for hook in hooks)
+    return bool(hooks) and names <= _LIBRARIES and asking
 
 
 def _checkpoints_without_inputs(model: torch.nn.Module) -> bool:

@@ -64,7 +64,16 @@ def test_a_frozen_vision_tower_does_not_run_again(tmp_path):
     assert len(tower) == 2
 
 
-@pytest.mark.parametrize("case", ["trained", "a hook of somebody else's", "reentrant"])
+class Watching:
+    """A hook that is an object, and has no name."""
+
+    __module__ = "peft.watching"
+
+    def __call__(self, module, args, output) -> None:
+        pass
+
+
+@pytest.mark.parametrize("case", ["trained", "a hook of somebody else's", "a library's object", "reentrant"])
 def test_a_gradient_that_somebody_may_want_stays(case, tmp_path):
     config = {"gradient_checkpointing_kwargs": {"use_reentrant": True}} if case == "reentrant" else {}
     trainer = checkpointed(tmp_path, model="qwen3", lora=case != "trained", **config)
@@ -76,6 +85,8 @@ def test_a_gradient_that_somebody_may_want_stays(case, tmp_path):
                 output.register_hook(arrived.append)
 
         trainer.model.get_input_embeddings().register_forward_hook(listen)
+    if case == "a library's object":
+        trainer.model.get_input_embeddings().register_forward_hook(Watching())
     batch = generated(trainer)
     expected = gradients(trainer, batch)
     embedded = []
