@@ -16,11 +16,13 @@
 #include "cuda/merge.h"
 #include "cuda/rotary.h"
 #include "cuda/compact.h"
+#include "cuda/fused_head.h"
 #include "cuda/grpo.h"
 #include "cuda/pack.h"
 #include "cuda/row_args.h"
 #include "cuda/scale.h"
 #include "cuda/swiglu.h"
+#include "cuda/target_terms.h"
 
 // libtorch_cuda has it, which is there whenever a tensor is on a CUDA device; a CPU-only torch loads this library too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
@@ -62,15 +64,17 @@ std::string shape_of(const Tensor& tensor) {
 
 int64_t rounded_up(int64_t columns) { return (columns + 3) / 4 * 4; }
 
-// Checks the arguments of one call against its logits.
+// Checks the arguments of one call against the tensor that has its rows.
 struct Check {
   const char* op;
-  const Tensor& logits;
+  const char* like;  // its name
+  int64_t rows, columns;
+  int device;
 
   void matrix(const char* name, const Tensor& tensor) const {
-    const int64_t rows = logits.size(0), columns = logits.size(1);
     if (tensor.dim() != 2 || tensor.size(0) != rows || tensor.size(1) != columns) {
-      fail(op, ": ", name, " has shape ", shape_of(tensor), "; it must be [", rows, ", ", columns, "], as logits is.");
+      fail(op, ": ", name, " has shape ", shape_of(tensor), "; it must be [", rows, ", ", columns, "], one row a row of ", like,
+           ".");
     }
     if (rows == 0) return;
     if (tensor.stride(1) != 1 && columns > 1) {
@@ -83,25 +87,60 @@ struct Check {
     }
   }
 
-  void of_logits(const char* name, const Tensor& tensor) const {
-    if (!tensor.is_cuda()) fail(op, ": ", name, " is not on a CUDA device; move it to the device of logits.");
-    if (tensor.get_device_index() != logits.get_device_index()) {
-      fail(op, ": ", name, " is on cuda:", tensor.get_device_index(), " and logits on cuda:", logits.get_device_index(),
+  void on_device(const char* name, const Tensor& tensor) const {
+    if (!tensor.is_cuda()) fail(op, ": ", name, " is not on a CUDA device; move it to the device of ", like, ".");
+    if (tensor.get_device_index() != device) {
+      fail(op, ": ", name, " is on cuda:", tensor.get_device_index(), " and ", like, " on cuda:", device,
            "; move both to one device.");
     }
   }
 
   float* values(const char* name, const OptionalTensor& tensor) const {
     if (!tensor.has_value()) return nullptr;
-    of_logits(name, *tensor);
+    on_device(name, *tensor);
     if (tensor->scalar_type() != ScalarType::Float) {
       fail(op, ": ", name, " is ", name_of(tensor->scalar_type()), "; it must be torch.float32.");
     }
-    if (tensor->dim() != 1 || tensor->size(0) != logits.size(0) || !tensor->is_contiguous()) {
-      fail(op, ": ", name, " has shape ", shape_of(*tensor), "; it must be contiguous [", logits.size(0),
-           "], one value a row of logits.");
+    if (tensor->dim() != 1 || tensor->size(0) != rows || !tensor->is_contiguous()) {
+      fail(op, ": ", name, " has shape ", shape_of(*tensor), "; it must be contiguous [", rows, "], one value a row of ", like,
+           ".");
     }
     return static_cast<float*>(tensor->data_ptr());
+  }
+
+  // Targets, and from products to logits.
+  void head(RowArgs& args, const Tensor& targets, double temperature, double logit_scale, std::optional<double> softcap) const {
+    on_device("targets", targets);
+    const ScalarType type = targets.scalar_type();
+    if (type != ScalarType::Int && type != ScalarType::Long) {
+      fail(op, ": targets is ", name_of(type), "; it must be torch.int32 or torch.int64.");
+    }
+    if (targets.dim() != 1 || targets.size(0) != rows || !targets.is_contiguous()) {
+      fail(op, ": targets has shape ", shape_of(targets), "; it must be contiguous [", rows, "], one id a row of ", like, ".");
+    }
+    if (!(temperature > 0)) fail(op, ": temperature is ", temperature, "; it must be above 0.");
+    if (softcap.has_value() && !(*softcap > 0)) fail(op, ": softcap is ", *softcap, "; it must be above 0, or None.");
+    args.targets = targets.data_ptr();
+    args.targets_are_64_bit = type == ScalarType::Long;
+    args.rows = static_cast<int>(rows);
+    args.columns = static_cast<int>(columns);
+    args.temperature = static_cast<float>(temperature);
+    args.logit_scale = static_cast<float>(logit_scale);
+    args.softcap = softcap.has_value() ? static_cast<float>(*softcap) : 0.f;
+    args.grad_scale = 1.f;
+  }
+
+  void statistics(RowArgs& args, const Tensor& logprobs, const Tensor& lse, const OptionalTensor& entropy) const {
+    args.logprobs = values("logprobs", logprobs);
+    args.lse = values("lse", lse);
+    args.entropy = values("entropy", entropy);
+  }
+
+  void given_coefficients(RowArgs& args, const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy) const {
+    args.coefficients = Coefficients::given;
+    args.grad_logprobs = values("grad_logprobs", grad_logprobs);
+    args.grad_entropy = values("grad_entropy", grad_entropy);
+    if (args.grad_entropy != nullptr && args.entropy == nullptr) fail(op, ": grad_entropy is given, so entropy must be.");
   }
 };
 
@@ -139,14 +178,14 @@ bool overlap(const Tensor& a, const Tensor& b) {
 
 // One call: its arguments are collected here, and launch() runs the kernel that serves them.
 struct Call {
-  Check check;
   const Tensor& logits;
+  Check check{};
   RowArgs args{};
   bool in_place_second = false;
 
   Call(const char* op, const Tensor& logits_, const Tensor& targets, const OptionalTensor& bias, double temperature,
        double logit_scale, std::optional<double> softcap)
-      : check{op, logits_}, logits(logits_) {
+      : logits(logits_) {
     if (!logits.is_cuda()) fail(op, ": logits is not on a CUDA device; this op has CUDA kernels only.");
     const ScalarType logits_type = logits.scalar_type();
     if (logits_type != ScalarType::Float && logits_type != ScalarType::BFloat16 && logits_type != ScalarType::Half) {
@@ -164,30 +203,13 @@ struct Call {
     if (logits.size(0) >= (1 << 26) || logits.size(1) >= (1 << 29)) {
       fail(op, ": logits has shape ", shape_of(logits), "; give less than 2^26 rows and 2^29 columns a call.");
     }
+    check = {op, "logits", logits.size(0), logits.size(1), logits.get_device_index()};
     check.matrix("logits", logits);
-    check.of_logits("targets", targets);
-    const ScalarType type = targets.scalar_type();
-    if (type != ScalarType::Int && type != ScalarType::Long) {
-      fail(op, ": targets is ", name_of(type), "; it must be torch.int32 or torch.int64.");
-    }
-    if (targets.dim() != 1 || targets.size(0) != logits.size(0) || !targets.is_contiguous()) {
-      fail(op, ": targets has shape ", shape_of(targets), "; it must be contiguous [", logits.size(0),
-           "], one id a row of logits.");
-    }
-    if (!(temperature > 0)) fail(op, ": temperature is ", temperature, "; it must be above 0.");
-    if (softcap.has_value() && !(*softcap > 0)) fail(op, ": softcap is ", *softcap, "; it must be above 0, or None.");
+    check.head(args, targets, temperature, logit_scale, softcap);
     args.logits = static_cast<float*>(logits.data_ptr());
     args.logits_pitch = logits.stride(0);
-    args.targets = targets.data_ptr();
-    args.targets_are_64_bit = type == ScalarType::Long;
-    args.rows = static_cast<int>(logits.size(0));
-    args.columns = static_cast<int>(logits.size(1));
-    args.temperature = static_cast<float>(temperature);
-    args.logit_scale = static_cast<float>(logit_scale);
-    args.softcap = softcap.has_value() ? static_cast<float>(*softcap) : 0.f;
-    args.grad_scale = 1.f;
     if (bias.has_value()) {
-      check.of_logits("bias", *bias);
+      check.on_device("bias", *bias);
       if (bias->scalar_type() != ScalarType::Float || bias->dim() != 1 || bias->size(0) < rounded_up(args.columns) ||
           !bias->is_contiguous()) {
         fail(op, ": bias is ", name_of(bias->scalar_type()), " of shape ", shape_of(*bias),
@@ -197,12 +219,6 @@ struct Call {
       args.bias = static_cast<const float*>(bias->data_ptr());
       if (reinterpret_cast<uintptr_t>(args.bias) % 16 != 0) fail(op, ": bias must start at a multiple of 16 bytes.");
     }
-  }
-
-  void statistics(const Tensor& logprobs, const Tensor& lse, const OptionalTensor& entropy) {
-    args.logprobs = check.values("logprobs", logprobs);
-    args.lse = check.values("lse", lse);
-    args.entropy = check.values("entropy", entropy);
   }
 
   void gradients(const OptionalTensor& grad, const OptionalTensor& second, double scale) {
@@ -241,7 +257,7 @@ struct Call {
 
   // Over the logits at this offset (in elements of the gradient), or apart from them. Returns whether over.
   bool place(const char* name, const Tensor& grad, int64_t offset) const {
-    check.of_logits(name, grad);
+    check.on_device(name, grad);
     check.matrix(name, grad);
     if (logits.size(0) == 0 || !overlap(grad, logits)) return false;
     const char* start = static_cast<const char*>(logits.data_ptr()) + 2 * offset;
@@ -273,7 +289,7 @@ void row_pass(const Tensor& logits, const Tensor& targets, const OptionalTensor&
               const OptionalTensor& entropy, const OptionalTensor& logprob_grad, const OptionalTensor& entropy_grad,
               double grad_scale) {
   Call call("row_pass", logits, targets, bias, temperature, logit_scale, softcap);
-  call.statistics(logprobs, lse, entropy);
+  call.check.statistics(call.args, logprobs, lse, entropy);
   call.gradients(logprob_grad, entropy_grad, grad_scale);
   call.launch();
 }
@@ -288,6 +304,24 @@ ObjectiveParams objective_params(const char* op, int64_t loss_type, double epsil
           sapo_temperature_neg};
 }
 
+// The objective of a call and what it takes of every row.
+void objective(const Check& check, RowArgs& args, const Tensor& advantages, const Tensor& token_weights,
+               const OptionalTensor& old_logprobs, const OptionalTensor& ref_logprobs, const OptionalTensor& multiplier,
+               const OptionalTensor& phi, const OptionalTensor& entropy_weights, const ObjectiveParams& params) {
+  if (params.beta != 0 && !ref_logprobs.has_value()) {
+    fail(check.op, ": beta is ", params.beta, ", so ref_logprobs must be given.");
+  }
+  args.coefficients = Coefficients::objective;
+  args.params = params;
+  args.advantages = check.values("advantages", advantages);
+  args.token_weights = check.values("token_weights", token_weights);
+  args.old_logprobs = check.values("old_logprobs", old_logprobs);
+  args.ref_logprobs = check.values("ref_logprobs", ref_logprobs);
+  args.multiplier = check.values("multiplier", multiplier);
+  args.phi = check.values("phi", phi);
+  args.entropy_weights = check.values("entropy_weights", entropy_weights);
+}
+
 void row_objective(const Tensor& logits, const Tensor& targets, const OptionalTensor& bias, double temperature,
                    double logit_scale, std::optional<double> softcap, const Tensor& logprobs, const Tensor& lse,
                    const OptionalTensor& entropy, const Tensor& advantages, const Tensor& token_weights,
@@ -297,21 +331,12 @@ void row_objective(const Tensor& logits, const Tensor& targets, const OptionalTe
                    bool bias_correct_kl, double sapo_temperature_pos, double sapo_temperature_neg, const Tensor& grad,
                    double grad_scale, const OptionalTensor& row_factors) {
   Call call("row_objective", logits, targets, bias, temperature, logit_scale, softcap);
-  call.statistics(logprobs, lse, entropy);
+  call.check.statistics(call.args, logprobs, lse, entropy);
   call.gradients(grad, std::nullopt, grad_scale);
   call.factors(row_factors);
-  if (beta != 0 && !ref_logprobs.has_value()) fail("row_objective: beta is ", beta, ", so ref_logprobs must be given.");
-  RowArgs& args = call.args;
-  args.coefficients = Coefficients::objective;
-  args.params = objective_params("row_objective", loss_type, epsilon_low, epsilon_high, delta, beta, bias_correct_kl,
-                                 sapo_temperature_pos, sapo_temperature_neg);
-  args.advantages = call.check.values("advantages", advantages);
-  args.token_weights = call.check.values("token_weights", token_weights);
-  args.old_logprobs = call.check.values("old_logprobs", old_logprobs);
-  args.ref_logprobs = call.check.values("ref_logprobs", ref_logprobs);
-  args.multiplier = call.check.values("multiplier", multiplier);
-  args.phi = call.check.values("phi", phi);
-  args.entropy_weights = call.check.values("entropy_weights", entropy_weights);
+  objective(call.check, call.args, advantages, token_weights, old_logprobs, ref_logprobs, multiplier, phi, entropy_weights,
+            objective_params("row_objective", loss_type, epsilon_low, epsilon_high, delta, beta, bias_correct_kl,
+                             sapo_temperature_pos, sapo_temperature_neg));
   call.launch();
 }
 
@@ -320,14 +345,199 @@ void row_grad(const Tensor& logits, const Tensor& targets, const OptionalTensor&
               const OptionalTensor& entropy, const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy,
               const Tensor& grad, double grad_scale, const OptionalTensor& row_factors) {
   Call call("row_grad", logits, targets, bias, temperature, logit_scale, softcap);
-  call.statistics(logprobs, lse, entropy);
+  call.check.statistics(call.args, logprobs, lse, entropy);
   call.gradients(grad, std::nullopt, grad_scale);
   call.factors(row_factors);
-  call.args.coefficients = Coefficients::given;
-  call.args.grad_logprobs = call.check.values("grad_logprobs", grad_logprobs);
-  call.args.grad_entropy = call.check.values("grad_entropy", grad_entropy);
-  if (grad_entropy.has_value() && !entropy.has_value()) fail("row_grad: grad_entropy is given, so entropy must be.");
+  call.check.given_coefficients(call.args, grad_logprobs, grad_entropy);
   call.launch();
+}
+
+// A call of the head whose product and passes are one kernel.
+struct FusedCall {
+  const Tensor& hidden;
+  Check check{};
+  FusedHeadArgs args{};
+
+  FusedCall(const char* op, FusedPass pass, const Tensor& hidden_, const Tensor& weight, const Tensor& targets,
+            double temperature, double logit_scale, std::optional<double> softcap)
+      : hidden(hidden_) {
+    if (!hidden.is_cuda()) fail(op, ": hidden is not on a CUDA device; this op has CUDA kernels only.");
+    if (hidden.dim() != 2 || weight.dim() != 2 || weight.size(1) != hidden.size(1)) {
+      fail(op, ": hidden has shape ", shape_of(hidden), " and weight ", shape_of(weight), "; they must be [rows, H] and [V, H].");
+    }
+    check = {op, "hidden", hidden.size(0), weight.size(0), hidden.get_device_index()};
+    if (check.columns % 32 != 0 || check.columns == 0 || hidden.size(1) % 8 != 0 || hidden.size(1) == 0) {
+      fail(op, ": weight has shape ", shape_of(weight), "; V must be a multiple of 32, and H of 8. row_pass and its like serve others.");
+    }
+    // So that tiles can be counted in 32 bits.
+    if (check.rows > (1 << 20) || check.columns > (1 << 26)) {
+      fail(op, ": ", check.rows, " rows by ", check.columns, " columns; give at most 2^20 and 2^26 a call.");
+    }
+    if (!(logit_scale > 0)) fail(op, ": logit_scale is ", logit_scale, "; it must be above 0.");
+    check.head(args.row, targets, temperature, logit_scale, softcap);
+    args.pass = pass;
+    args.hidden = operand("hidden", hidden);
+    args.weight = operand("weight", weight);
+    args.width = static_cast<int>(hidden.size(1));
+  }
+
+  const void* operand(const char* name, const Tensor& tensor) const {
+    check.on_device(name, tensor);
+    if (tensor.scalar_type() != ScalarType::BFloat16 || !tensor.is_contiguous() ||
+        reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 != 0) {
+      fail(check.op, ": ", name, " is ", name_of(tensor.scalar_type()), " of shape ", shape_of(tensor),
+           "; it must be contiguous torch.bfloat16 that starts at a multiple of 16 bytes.");
+    }
+    return tensor.data_ptr();
+  }
+
+  void gradients(const Tensor& grad, const Tensor& at_target) {
+    args.at_target = check.values("at_target", at_target);
+    check.on_device("the gradient", grad);
+    check.matrix("the gradient", grad);
+    if (grad.scalar_type() != ScalarType::BFloat16) {
+      fail(check.op, ": the gradient is ", name_of(grad.scalar_type()), "; it must be torch.bfloat16.");
+    }
+    if (check.rows > 0 && grad.stride(0) % 8 != 0) {
+      fail(check.op, ": the rows of the gradient are ", grad.stride(0), " elements apart; they must be a multiple of 8 apart.");
+    }
+    args.row.grad = grad.data_ptr();
+    args.row.grad_pitch = grad.stride(0);
+  }
+
+  void exponentials(const Tensor& grad, const Tensor& at_target, const Tensor& row_factors) {
+    gradients(grad, at_target);
+    args.row.row_factors = check.values("row_factors", row_factors);
+  }
+
+  // Places in one tensor.
+  void scratch(const Tensor& scratch) {
+    check.on_device("scratch", scratch);
+    const int64_t strips = fastgrpo_fused_head_strips(args.row.columns), wanted = check.rows * (4 * strips + 2) + 1;
+    if (scratch.scalar_type() != ScalarType::Float || !scratch.is_contiguous() || scratch.numel() < wanted ||
+        reinterpret_cast<uintptr_t>(scratch.data_ptr()) % 16 != 0) {
+      fail(check.op, ": scratch is ", name_of(scratch.scalar_type()), " with ", scratch.numel(),
+           " elements; it must be contiguous torch.float32 with at least ", wanted, ": rows x (4 x strips of 256 columns + 2) + 1.");
+    }
+    float* place = static_cast<float*>(scratch.data_ptr());
+    args.partials = reinterpret_cast<float4*>(place);
+    args.shifts2 = place + check.rows * 4 * strips;
+    args.target_products = args.shifts2 + check.rows;
+    args.repeat = reinterpret_cast<int*>(args.target_products + check.rows);
+  }
+
+  void launch() const {
+    const torch::stable::accelerator::DeviceGuard guard(check.device);
+    void* stream = stream_of(check.op, check.device);
+    require_success(check.op, fastgrpo_fused_head(&args, stream));
+  }
+};
+
+void fused_pass(const Tensor& hidden, const Tensor& weight, const Tensor& targets, double temperature, double logit_scale,
+                std::optional<double> softcap, const Tensor& logprobs, const Tensor& lse, const OptionalTensor& entropy,
+                const OptionalTensor& grad, const OptionalTensor& at_target, const OptionalTensor& row_factors,
+                const Tensor& scratch) {
+  if (grad.has_value() != row_factors.has_value() || grad.has_value() != at_target.has_value()) {
+    fail("fused_pass: grad, at_target and row_factors go together; give all or none.");
+  }
+  const FusedPass pass = grad.has_value() ? FusedPass::exponentials : FusedPass::statistics;
+  FusedCall call("fused_pass", pass, hidden, weight, targets, temperature, logit_scale, softcap);
+  call.check.statistics(call.args.row, logprobs, lse, entropy);
+  if (grad.has_value()) call.exponentials(*grad, *at_target, *row_factors);
+  call.scratch(scratch);
+  call.launch();
+}
+
+void fused_objective(const Tensor& hidden, const Tensor& weight, const Tensor& targets, double temperature, double logit_scale,
+                     std::optional<double> softcap, const Tensor& logprobs, const Tensor& lse, const OptionalTensor& entropy,
+                     const Tensor& advantages, const Tensor& token_weights, const OptionalTensor& old_logprobs,
+                     const OptionalTensor& ref_logprobs, const OptionalTensor& multiplier, const OptionalTensor& phi,
+                     int64_t loss_type, double epsilon_low, double epsilon_high, double delta, double beta,
+                     bool bias_correct_kl, double sapo_temperature_pos, double sapo_temperature_neg, const Tensor& grad,
+                     const Tensor& at_target, const Tensor& row_factors, const Tensor& scratch) {
+  FusedCall call("fused_objective", FusedPass::exponentials, hidden, weight, targets, temperature, logit_scale, softcap);
+  call.check.statistics(call.args.row, logprobs, lse, entropy);
+  call.exponentials(grad, at_target, row_factors);
+  call.scratch(scratch);
+  objective(call.check, call.args.row, advantages, token_weights, old_logprobs, ref_logprobs, multiplier, phi, std::nullopt,
+            objective_params("fused_objective", loss_type, epsilon_low, epsilon_high, delta, beta, bias_correct_kl,
+                             sapo_temperature_pos, sapo_temperature_neg));
+  call.launch();
+}
+
+void fused_grad(const Tensor& hidden, const Tensor& weight, const Tensor& targets, double temperature, double logit_scale,
+                std::optional<double> softcap, const Tensor& logprobs, const Tensor& lse, const OptionalTensor& entropy,
+                const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropy, const Tensor& grad,
+                const Tensor& at_target) {
+  FusedCall call("fused_grad", FusedPass::gradients, hidden, weight, targets, temperature, logit_scale, softcap);
+  call.check.statistics(call.args.row, logprobs, lse, entropy);
+  call.gradients(grad, at_target);
+  call.check.given_coefficients(call.args.row, grad_logprobs, grad_entropy);
+  call.launch();
+}
+
+// What the ops over rows of a matrix and their targets or factors have in common.
+struct RowsOf {
+  Check check;
+
+  RowsOf(const char* op, const char* name, const Tensor& rows)
+      : check{op, name, rows.dim() == 2 ? rows.size(0) : 0, rows.dim() == 2 ? rows.size(1) : 0, 0} {
+    if (!rows.is_cuda()) fail(op, ": ", name, " is not on a CUDA device; this op has CUDA kernels only.");
+    check.device = rows.get_device_index();
+  }
+
+  // [any, H].
+  void* matrix(const char* name, const Tensor& tensor, ScalarType type) const {
+    check.on_device(name, tensor);
+    if (tensor.scalar_type() != type || tensor.dim() != 2 || tensor.size(1) != check.columns || check.columns % 4 != 0 ||
+        !tensor.is_contiguous() || reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 != 0) {
+      fail(check.op, ": ", name, " is ", name_of(tensor.scalar_type()), " of shape ", shape_of(tensor), "; it must be contiguous ",
+           name_of(type), " [..., ", check.columns, "], a multiple of 4 wide, that starts at a multiple of 16 bytes.");
+    }
+    return tensor.data_ptr();
+  }
+
+  const int64_t* targets(const Tensor& targets) const {
+    check.on_device("targets", targets);
+    if (targets.scalar_type() != ScalarType::Long || targets.dim() != 1 || targets.size(0) != check.rows ||
+        !targets.is_contiguous()) {
+      fail(check.op, ": targets is ", name_of(targets.scalar_type()), " of shape ", shape_of(targets),
+           "; it must be contiguous torch.int64 [", check.rows, "].");
+    }
+    return static_cast<const int64_t*>(targets.data_ptr());
+  }
+
+  template <typename Launcher, typename... Arguments>
+  void launch(Launcher launcher, Arguments... arguments) const {
+    const torch::stable::accelerator::DeviceGuard guard(check.device);
+    void* stream = stream_of(check.op, check.device);
+    require_success(check.op, launcher(arguments..., static_cast<int>(check.rows), static_cast<int>(check.columns), stream));
+  }
+};
+
+void finish_hidden_grad(const Tensor& out, const OptionalTensor& factors, const Tensor& at_target, const Tensor& targets,
+                 const Tensor& weight, double scale) {
+  const RowsOf rows("finish_hidden_grad", "out", out);
+  auto* into = static_cast<float*>(rows.matrix("out", out, ScalarType::Float));
+  const void* words = rows.matrix("weight", weight, ScalarType::BFloat16);
+  rows.launch(fastgrpo_finish_hidden_grad, into, rows.check.values("factors", factors), rows.check.values("at_target", at_target),
+              rows.targets(targets), words, weight.size(0), static_cast<float>(scale));
+}
+
+void add_to_targets(const Tensor& total, const Tensor& at_target, const Tensor& targets, const Tensor& hidden, double scale) {
+  const RowsOf rows("add_to_targets", "hidden", hidden);
+  auto* into = static_cast<float*>(rows.matrix("total", total, ScalarType::Float));
+  const void* states = rows.matrix("hidden", hidden, ScalarType::BFloat16);
+  rows.launch(fastgrpo_add_to_targets, into, rows.check.values("at_target", at_target), rows.targets(targets), states,
+              total.size(0), static_cast<float>(scale));
+}
+
+void scale_rows(const Tensor& hidden, const Tensor& factors, const Tensor& out) {
+  const RowsOf rows("scale_rows", "hidden", hidden);
+  void* into = rows.matrix("out", out, ScalarType::BFloat16);
+  if (out.size(0) != rows.check.rows) fail("scale_rows: out has ", out.size(0), " rows; it must have ", rows.check.rows, ".");
+  const void* values = rows.matrix("hidden", hidden, ScalarType::BFloat16);
+  rows.launch(fastgrpo_scale_rows, values, rows.check.values("factors", factors), into);
 }
 
 GradDtype grad_dtype_of(const char* op, const Tensor& out) {
@@ -693,6 +903,24 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastgrpo, m) {
       "row_grad(Tensor(a!) logits, Tensor targets, Tensor? bias, float temperature, float logit_scale, float? softcap, "
       "Tensor logprobs, Tensor lse, Tensor? entropy, Tensor? grad_logprobs, Tensor? grad_entropy, Tensor(b!) grad, "
       "float grad_scale, Tensor(c!)? row_factors=None) -> ()");
+  m.def(
+      "fused_pass(Tensor hidden, Tensor weight, Tensor targets, float temperature, float logit_scale, float? softcap, "
+      "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!)? entropy, Tensor(d!)? grad, Tensor(e!)? at_target, "
+      "Tensor(f!)? row_factors, Tensor(g!) scratch) -> ()");
+  m.def(
+      "fused_objective(Tensor hidden, Tensor weight, Tensor targets, float temperature, float logit_scale, float? softcap, "
+      "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!)? entropy, Tensor advantages, Tensor token_weights, "
+      "Tensor? old_logprobs, Tensor? ref_logprobs, Tensor? multiplier, Tensor? phi, int loss_type, float epsilon_low, "
+      "float epsilon_high, float delta, float beta, bool bias_correct_kl, float sapo_temperature_pos, "
+      "float sapo_temperature_neg, Tensor(d!) grad, Tensor(e!) at_target, Tensor(f!) row_factors, Tensor(g!) scratch) -> ()");
+  m.def(
+      "fused_grad(Tensor hidden, Tensor weight, Tensor targets, float temperature, float logit_scale, float? softcap, "
+      "Tensor logprobs, Tensor lse, Tensor? entropy, Tensor? grad_logprobs, Tensor? grad_entropy, Tensor(a!) grad, "
+      "Tensor(b!) at_target) -> ()");
+  m.def(
+      "finish_hidden_grad(Tensor(a!) out, Tensor? factors, Tensor at_target, Tensor targets, Tensor weight, float scale) -> ()");
+  m.def("add_to_targets(Tensor(a!) total, Tensor at_target, Tensor targets, Tensor hidden, float scale) -> ()");
+  m.def("scale_rows(Tensor hidden, Tensor factors, Tensor(a!) out) -> ()");
   m.def("scale_round(Tensor values, Tensor factor, Tensor(a!) out) -> ()");
   m.def(
       "weigh_slopes(Tensor? grad_logprobs, Tensor logprob_slope, Tensor? grad_entropy, Tensor? entropy_slope, "
@@ -733,6 +961,12 @@ STABLE_TORCH_LIBRARY_IMPL(fastgrpo, CompositeExplicitAutograd, m) {
   m.impl("row_pass", TORCH_BOX(&fastgrpo::row_pass));
   m.impl("row_objective", TORCH_BOX(&fastgrpo::row_objective));
   m.impl("row_grad", TORCH_BOX(&fastgrpo::row_grad));
+  m.impl("fused_pass", TORCH_BOX(&fastgrpo::fused_pass));
+  m.impl("fused_objective", TORCH_BOX(&fastgrpo::fused_objective));
+  m.impl("fused_grad", TORCH_BOX(&fastgrpo::fused_grad));
+  m.impl("finish_hidden_grad", TORCH_BOX(&fastgrpo::finish_hidden_grad));
+  m.impl("add_to_targets", TORCH_BOX(&fastgrpo::add_to_targets));
+  m.impl("scale_rows", TORCH_BOX(&fastgrpo::scale_rows));
   m.impl("scale_round", TORCH_BOX(&fastgrpo::scale_round));
   m.impl("weigh_slopes", TORCH_BOX(&fastgrpo::weigh_slopes));
   m.impl("merge_attention", TORCH_BOX(&fastgrpo::merge_attention));

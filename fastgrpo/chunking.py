@@ -15,6 +15,8 @@ DEFAULT_CHUNK_BYTES = 512 * MIB
 DEFAULT_CHUNK_BYTES_CPU = 128 * MIB
 # What cuBLAS computes at a time: a chunk of other sizes leaves its last tile partly idle.
 TILE = 256
+# What numbers of rows should be multiples of on a CUDA device: of 1024, or of 256 where they are below that.
+CUDA_ROWS = (4 * TILE, TILE)
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class ChunkPlan:
     The choice of chunk size of the head.
 
     Args:
-        chunk_bytes: bytes that the `[rows, V]` buffers of a chunk take together; None = 512 MiB, on a CPU 128 MiB.
+        chunk_bytes: bytes that the `[rows, V]` buffers of a chunk take together, or what stands in for them; None = 512 MiB,
+            on a CPU 128 MiB.
         num_chunks: -1 = as many as `chunk_bytes` asks for; n >= 1 = exactly n (fewer where there are fewer rows).
         logit_chunk_multiplier: multiplies the automatic number of chunks; above 1 for less memory.
 
@@ -60,19 +63,15 @@ class ChunkPlan:
                     f"num_chunks={self.num_chunks} fixes it; give one of the two."
                 )
 
-    def rows(
-        self, count: int, vocabulary: int, buffers: int, itemsize: int, device: torch.device, tile: int = 1
-    ) -> int:
+    def rows(self, count: int, bytes_a_row: int, device: torch.device, liked: tuple[int, ...] = ()) -> int:
         """
         Rows in a chunk.
 
         Args:
             count: rows in all.
-            vocabulary: V.
-            buffers: `[rows, V]` buffers that the pass keeps alive at once.
-            itemsize: bytes of one of their elements.
+            bytes_a_row: what a row takes in everything that grows with them and that the pass keeps alive at once.
             device: where they live.
-            tile: rows that a product computes at a time; an automatic number is a multiple of it where it is larger.
+            liked: an automatic number is a multiple of the first of these that is not larger.
 
         Returns:
             At least 1.
@@ -82,7 +81,8 @@ class ChunkPlan:
         budget = self.chunk_bytes
         if budget is None:
             budget = DEFAULT_CHUNK_BYTES_CPU if device.type == "cpu" else DEFAULT_CHUNK_BYTES
-        rows = max(1, budget // (vocabulary * itemsize * buffers))
+        rows = max(1, budget // bytes_a_row)
         if self.logit_chunk_multiplier is not None:
             rows = max(1, int(min(rows / self.logit_chunk_multiplier, max(count, 1))))
-        return rows if rows < tile else rows - rows % tile
+        step = next((step for step in liked if step <= rows), 1)
+        return rows - rows % step

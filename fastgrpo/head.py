@@ -3,7 +3,8 @@
 Which gradients are computed, and when, follows from what needs one in this very call:
 
 * a frozen head: d logprob / d hidden is computed beside the log-prob; two products of `[N, H]` by `[H, V]` in all, three
-  with the gradient of the entropy, and nothing is recomputed, whatever loss is built on top;
+  with the gradient of the entropy, and nothing is recomputed, whatever loss is built on top (but with the fused kernel and
+  the gradient of an entropy: one product forward, and two backward);
 * a head that trains: statistics first, then a backward that computes each chunk of logits once more;
 * `linear_grpo_loss` with a row-local objective: one pass, two products for a frozen head and three for one that trains.
 """
@@ -24,7 +25,8 @@ from fastgrpo.checks import (
     require_number,
     require_tensor,
 )
-from fastgrpo.chunking import TILE, ChunkPlan
+from fastgrpo.chunking import CUDA_ROWS, ChunkPlan
+from fastgrpo.kernels.reference import HeadCall, Transform, Use
 from fastgrpo.kernels.select import has_row_kernels, head_kernels
 from fastgrpo.objective import (
     GRPOStats,
@@ -68,6 +70,10 @@ class _Head(NamedTuple):
     def trains(self) -> bool:
         return self.need_weight or self.need_bias
 
+    def call(self, use: Use, entropy_gradient: bool) -> HeadCall:
+        transform = Transform(self.temperature, self.logit_scale, self.softcap)
+        return HeadCall(self.weight, self.bias, transform, self.compute_dtype, use, entropy_gradient)
+
 
 def linear_logprob(
     hidden: Tensor,
@@ -98,7 +104,7 @@ def linear_logprob(
         logit_scale: factor on the products, before softcap and temperature.
         softcap: above 0, in logits: `softcap * tanh(z / softcap)`; None = none.
         return_entropy: also return the entropy of every row.
-        chunk_bytes: bytes for the logits alive at once; None = 512 MiB, on a CPU 128 MiB.
+        chunk_bytes: bytes for the logits alive at once, or for what stands in for them; None = 512 MiB, on a CPU 128 MiB.
         compute_dtype: dtype of the operands of the products; None = the autocast dtype where autocast is on, else
             hidden's. Products are summed, and logits kept, in fp32 in any case.
         num_chunks: -1, or exactly this many chunks; wins over `chunk_bytes`.
@@ -119,8 +125,10 @@ def linear_logprob(
     require_flag("entropy_requires_grad", entropy_requires_grad)
     require_flag("skip_ignored", skip_ignored)
     head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
-    chunk_rows = _chunk_rows(plan, hidden, head, return_entropy)
-    return _score(hidden, targets.long(), head, chunk_rows, return_entropy, entropy_requires_grad, skip_ignored)
+    entropy_gradient = return_entropy and entropy_requires_grad
+    use = _use_of_scoring(hidden, head, entropy_gradient)
+    chunk_rows = _chunk_rows(plan, hidden, head, use, return_entropy, entropy_gradient)
+    return _score(hidden, targets.long(), head, use, chunk_rows, return_entropy, entropy_requires_grad, skip_ignored)
 
 
 def linear_grpo_loss(
@@ -188,7 +196,9 @@ def linear_grpo_loss(
         per_token_advantages=advantages.shape[0] != batch,
         per_token_sampler_ratio=sampler_ratio is not None and sampler_ratio.shape[0] != batch,
     )
-    chunk_rows = _chunk_rows(plan, hidden, head, True)
+    entropy_gradient = objective.entropy_coef != 0.0
+    use = Use.OBJECTIVE if row_local else _use_of_scoring(hidden, head, entropy_gradient)
+    chunk_rows = _chunk_rows(plan, hidden, head, use, True, entropy_gradient)
     if row_local and count and batch and has_row_kernels(hidden.device, head.compute_dtype):
         return _row_local_on_device(
             hidden, targets, head, objective, segments, advantages, old_logprobs, ref_logprobs, sampler_ratio, loss_mask,
@@ -209,7 +219,7 @@ def linear_grpo_loss(
     }
     padded_advantages = layout.pad_or_keep(advantages)
     if not row_local:
-        logprobs, entropy = _score(hidden, targets, head, chunk_rows, True, objective.entropy_coef != 0.0)
+        logprobs, entropy = _score(hidden, targets, head, use, chunk_rows, True, entropy_gradient)
         loss, stats = grpo_loss(
             layout.pad(logprobs), padded_advantages, mask, objective, entropy=layout.pad(entropy), **padded
         )
@@ -232,12 +242,13 @@ def _score(
     hidden: Tensor,
     targets: Tensor,
     head: _Head,
+    use: Use,
     chunk_rows: int,
     return_entropy: bool,
     entropy_requires_grad: bool,
     skip_ignored: bool = True,
 ) -> LogProbs:
-    with_slope = head.need_hidden and not head.trains
+    with_slope = head.need_hidden and use is Use.SLOPES
     logprobs, entropy, *_ = run_linear_logprob(
         hidden,
         head.weight,
@@ -293,7 +304,8 @@ def linear_grpo_rows(
     plan = ChunkPlan(chunk_bytes, num_chunks, logit_chunk_multiplier)
     head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
     _check_values(hidden, terms._asdict(), {hidden.shape[0]})
-    return _row_local_loss(hidden, targets.long(), head, objective, terms, _chunk_rows(plan, hidden, head, True))
+    chunk_rows = _chunk_rows(plan, hidden, head, Use.OBJECTIVE, True, terms.entropy_weights is not None)
+    return _row_local_loss(hidden, targets.long(), head, objective, terms, chunk_rows)
 
 
 def _row_local_loss(
@@ -417,13 +429,26 @@ def _flat_stats(stats: GRPOStats, logprobs: Tensor, entropy: Tensor) -> GRPOStat
     return replace(stats, logprobs=logprobs.detach(), entropy=entropy.detach())
 
 
-def _chunk_rows(plan: ChunkPlan, hidden: Tensor, head: _Head, with_entropy: bool) -> int:
+def _use_of_scoring(hidden: Tensor, head: _Head, entropy_gradient: bool) -> Use:
+    """Whether slopes are computed beside log-probs and entropies, or gradients in the backward, from logits computed again."""
+    if head.trains:
+        return Use.GIVEN
+    # With an entropy's slope, either way takes three products.
     kernels = head_kernels(hidden.device, head.compute_dtype)
-    gradient = head.need_hidden or head.trains
-    buffers = kernels.buffers(with_entropy, head.softcap is not None and gradient)
-    itemsize = accumulation_dtype(head.compute_dtype).itemsize
-    tile = TILE if hidden.device.type == "cuda" else 1
-    return plan.rows(hidden.shape[0], head.weight.shape[0], buffers, itemsize, hidden.device, tile)
+    given = entropy_gradient and kernels.prefers_given(head.call(Use.SLOPES, entropy_gradient))
+    return Use.GIVEN if given else Use.SLOPES
+
+
+def _chunk_rows(
+    plan: ChunkPlan, hidden: Tensor, head: _Head, use: Use, with_entropy: bool, entropy_gradient: bool
+) -> int:
+    """Rows in a chunk. `use`, `entropy_gradient`: where a gradient is wanted."""
+    if not (head.need_hidden or head.trains):
+        use, entropy_gradient = Use.STATISTICS, False
+    kernels = head_kernels(hidden.device, head.compute_dtype)
+    bytes_a_row = kernels.bytes_a_row(head.call(use, entropy_gradient), with_entropy)
+    liked = CUDA_ROWS if hidden.device.type == "cuda" else ()
+    return plan.rows(hidden.shape[0], bytes_a_row, hidden.device, liked)
 
 
 def _check_head(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgrpo.direct import with_autograd, without_autograd
-from fastgrpo.kernels.reference import Operands, RowPass, RowStatistics, TokenObjective, Transform
+from fastgrpo.kernels.reference import HeadCall, Operands, RowPass, RowStatistics, TokenObjective, Transform, Use
 from fastgrpo.kernels.select import head_kernels
 from fastgrpo.objective import LOSS_TYPES, Objective, token_grad, token_terms
 
@@ -73,12 +73,12 @@ def linear_logprob_op(
         for wanted in (with_logprob_slope, with_entropy_slope)
     ]
     with _no_autocast(hidden):
-        operands = kernels.prepare(
-            weight, bias, transform, compute_dtype, dtype, chunk_rows, _length(rows), collect=False
-        )
+        use = Use.SLOPES if with_logprob_slope or with_entropy_slope else Use.STATISTICS
+        call = HeadCall(weight, bias, transform, compute_dtype, use, with_entropy_slope)
+        operands = kernels.prepare(call, dtype, chunk_rows, _length(rows), collect=False)
         for index in _split(rows, count, operands.chunk_rows):
-            result = kernels.row_pass(
-                kernels.project(hidden[index], operands),
+            result = kernels.head_pass(
+                hidden[index],
                 targets[index],
                 operands,
                 with_entropy=with_entropy,
@@ -252,16 +252,15 @@ def linear_logprob_backward_op(
     kernels = head_kernels(hidden.device, compute_dtype)
     rows, _ = kernels.computed_rows(targets, weight.shape[0], grad_logprobs, grad_entropy, partition=False)
     with _no_autocast(hidden):
-        operands = kernels.prepare(
-            weight, bias, transform, compute_dtype, dtype, chunk_rows, rows.numel(), collect=need_weight
-        )
+        call = HeadCall(weight, bias, transform, compute_dtype, Use.GIVEN, grad_entropy is not None)
+        operands = kernels.prepare(call, dtype, chunk_rows, rows.numel(), collect=need_weight)
         needs = need_hidden, need_weight, need_bias
         gradients = _HeadGradients(hidden, weight, bias, operands, *needs, rows.numel(), rounded=True)
         for batch in _split(rows, hidden.shape[0], operands.batch_rows):
             collected = kernels.gradient_buffer(operands, _length(batch))
             for index, out in _chunks(batch, operands, collected):
-                grad = kernels.row_grad(
-                    kernels.project(hidden[index], operands),
+                grad = kernels.head_grad(
+                    hidden[index],
                     targets[index],
                     operands,
                     logprobs[index],
@@ -390,30 +389,25 @@ def linear_grpo_op(
 
     kernels = head_kernels(hidden.device, compute_dtype)
     # Without a gradient, or with a coefficient of 0 that is known beforehand, statistics are enough.
-    if not (need_hidden or need_weight or need_bias):
+    with_grad = need_hidden or need_weight or need_bias
+    if not with_grad:
         coefficients = torch.zeros_like(advantages)
     else:
         coefficients = advantages if objective.beta == 0.0 and entropy_weights is None else None
     rows, others = kernels.computed_rows(targets, weight.shape[0], coefficients, None, partition=True)
     statistics = _Statistics(hidden, dtype, with_entropy, all_rows=rows.numel() + others.numel() == hidden.shape[0])
     with _no_autocast(hidden):
-        operands = kernels.prepare(
-            weight,
-            bias,
-            transform,
-            compute_dtype,
-            dtype,
-            chunk_rows,
-            max(rows.numel(), others.numel()),
-            collect=need_weight,
-        )
+        use = Use.OBJECTIVE if with_grad else Use.STATISTICS
+        call = HeadCall(weight, bias, transform, compute_dtype, use, with_grad and entropy_weights is not None)
+        most = max(rows.numel(), others.numel())
+        operands = kernels.prepare(call, dtype, chunk_rows, most, collect=need_weight)
         needs = need_hidden, need_weight, need_bias
         gradients = _HeadGradients(hidden, weight, bias, operands, *needs, rows.numel(), rounded=False)
         for batch in _split(rows, hidden.shape[0], operands.batch_rows):
             collected = kernels.gradient_buffer(operands, _length(batch))
             for index, out in _chunks(batch, operands, collected):
-                result = kernels.row_objective(
-                    kernels.project(hidden[index], operands),
+                result = kernels.head_objective(
+                    hidden[index],
                     targets[index],
                     operands,
                     tokens(index),
@@ -424,9 +418,8 @@ def linear_grpo_op(
                 statistics.keep(index, result)
             gradients.add(kernels, batch, result.logprob_grad if collected is None else collected)
         for index in _split(others, hidden.shape[0], operands.chunk_rows):
-            products = kernels.project(hidden[index], operands)
-            result = kernels.row_pass(
-                products, targets[index], operands, with_entropy=with_entropy, out=statistics.part(index)
+            result = kernels.head_pass(
+                hidden[index], targets[index], operands, with_entropy=with_entropy, out=statistics.part(index)
             )
             statistics.keep(index, result)
     entropy = statistics.entropy if with_entropy else None

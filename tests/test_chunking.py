@@ -16,7 +16,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @given(st.integers(1, 1 << 32), st.integers(1, 300_000), st.integers(1, 3), st.sampled_from([4, 8]))
 def test_the_buffers_of_a_chunk_fit_the_budget_or_hold_one_row(budget, vocabulary, buffers, itemsize):
-    rows = ChunkPlan(chunk_bytes=budget).rows(10_000, vocabulary, buffers, itemsize, CPU)
+    rows = ChunkPlan(chunk_bytes=budget).rows(10_000, vocabulary * buffers * itemsize, CPU)
     assert rows >= 1
     assert rows == 1 or rows * vocabulary * buffers * itemsize <= budget
     assert (rows + 1) * vocabulary * buffers * itemsize > budget
@@ -24,21 +24,27 @@ def test_the_buffers_of_a_chunk_fit_the_budget_or_hold_one_row(budget, vocabular
 
 @given(st.integers(0, 5000), st.integers(1, 64))
 def test_exactly_num_chunks_whatever_the_budget_says(count, num_chunks):
-    rows = ChunkPlan(chunk_bytes=1, num_chunks=num_chunks).rows(count, 1000, 1, 4, CPU)
+    rows = ChunkPlan(chunk_bytes=1, num_chunks=num_chunks).rows(count, 4000, CPU)
     chunks = -(-count // rows)
     assert chunks <= num_chunks
     assert rows * num_chunks >= count
 
 
 def test_a_multiplier_makes_that_many_times_the_chunks():
-    automatic = ChunkPlan(chunk_bytes=1 << 20).rows(4096, 1024, 1, 4, CPU)
+    automatic = ChunkPlan(chunk_bytes=1 << 20).rows(4096, 4096, CPU)
     assert automatic == 256
-    assert ChunkPlan(chunk_bytes=1 << 20, logit_chunk_multiplier=4.0).rows(4096, 1024, 1, 4, CPU) == 64
-    assert ChunkPlan(chunk_bytes=1 << 20, logit_chunk_multiplier=0.5).rows(4096, 1024, 1, 4, CPU) == 512
+    assert ChunkPlan(chunk_bytes=1 << 20, logit_chunk_multiplier=4.0).rows(4096, 4096, CPU) == 64
+    assert ChunkPlan(chunk_bytes=1 << 20, logit_chunk_multiplier=0.5).rows(4096, 4096, CPU) == 512
 
 
 def test_an_accelerator_gets_512_mib_by_default():
-    assert ChunkPlan().rows(1 << 20, 1 << 17, 1, 4, CUDA) == 1024
+    assert ChunkPlan().rows(1 << 20, 4 << 17, CUDA) == 1024
+
+
+@given(st.integers(1, 5000))
+def test_automatic_numbers_are_multiples_of_what_products_like(rows):
+    found = ChunkPlan(chunk_bytes=rows).rows(10_000, 1, CPU, (1000, 100))
+    assert found == (rows if rows < 100 else rows - rows % (100 if rows < 1000 else 1000))
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,17 @@ __device__ __forceinline__ RowScalars given_scalars(const RowArgs& args, long lo
   return {args.lse[row] * kLog2e, slope_of(g, h, args.logprobs[row], at(args.entropy, row, 0.f), 1.f, 0.f), {}};
 }
 
+// What a row's log-prob counts in the objective.
+__device__ __forceinline__ float objective_coefficient(const RowArgs& args, long long row, float logprob) {
+  const TokenInput<float> token{logprob,
+                                at(args.old_logprobs, row, logprob),
+                                at(args.ref_logprobs, row, 0.f),
+                                args.advantages[row],
+                                at(args.multiplier, row, 1.f),
+                                at(args.phi, row, 1.f)};
+  return args.token_weights[row] * token_term(args.params, token).grad;
+}
+
 // Writes the statistics of a row (`writer`: by one thread) and returns what its gradients need.
 template <GradDtype kDtype>
 __device__ __forceinline__ RowScalars finish_row(const RowArgs& args, long long row, const Partial& others, float z_target,
@@ -252,13 +263,7 @@ __device__ __forceinline__ RowScalars finish_row(const RowArgs& args, long long 
   if (args.grad == nullptr) return scalars;
   float g = 1.f, h = 0.f;
   if (args.coefficients == Coefficients::objective) {
-    const TokenInput<float> token{result.logprob,
-                                  at(args.old_logprobs, row, result.logprob),
-                                  at(args.ref_logprobs, row, 0.f),
-                                  args.advantages[row],
-                                  at(args.multiplier, row, 1.f),
-                                  at(args.phi, row, 1.f)};
-    g = args.token_weights[row] * token_term(args.params, token).grad;
+    g = objective_coefficient(args, row, result.logprob);
     h = -at(args.entropy_weights, row, 0.f);
     take_power_out<kDtype>(args, row, writer, g, h);
   }

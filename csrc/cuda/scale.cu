@@ -2,6 +2,8 @@
 //
 // scale_round:   one factor for all; 4 + 2 bytes a value, four values a thread at a time
 // weigh_slopes:  a factor a row and slope; 4 + 2 bytes a value, 8 + 2 with both slopes; a block a row
+//
+// And scale_rows: rows of bfloat16 times a factor each, before a product that sums over them; 2 + 2 bytes a value, a block a row
 #include "scale.h"
 
 #include "../export.h"
@@ -41,6 +43,17 @@ __global__ void weigh_slopes(const float* g, const float* u, const float* h, con
   }
 }
 
+__global__ void scale_rows(const void* values, const float* factors, void* out, int width) {
+  using BFloat16 = Grad16<GradDtype::bfloat16>;
+  const std::int64_t row = blockIdx.x, start = row * (width / 4);
+  const float by = factors[row];
+  for (int i = threadIdx.x; i < width / 4; i += kThreads) {
+    const float4 value = BFloat16::widen4(static_cast<const uint2*>(values)[start + i]);
+    static_cast<uint2*>(out)[start + i] = {BFloat16::round2(by * value.x, by * value.y),
+                                           BFloat16::round2(by * value.z, by * value.w)};
+  }
+}
+
 }  // namespace
 }  // namespace fastgrpo
 
@@ -61,5 +74,12 @@ FASTGRPO_EXPORT int fastgrpo_weigh_slopes(const float* g, const float* u, const 
   if (rows == 0 || width == 0) return 0;
   const auto kernel = dtype == GradDtype::bfloat16 ? weigh_slopes<GradDtype::bfloat16> : weigh_slopes<GradDtype::float16>;
   kernel<<<rows, kThreads, 0, static_cast<Stream>(stream)>>>(g, u, h, v, targets, vocabulary, out, width);
+  return launch_status();
+}
+
+FASTGRPO_EXPORT int fastgrpo_scale_rows(const void* values, const float* factors, void* out, int rows, int width, void* stream) {
+  using namespace fastgrpo;
+  if (rows == 0 || width == 0) return 0;
+  scale_rows<<<rows, kThreads, 0, static_cast<Stream>(stream)>>>(values, factors, out, width);
   return launch_status();
 }

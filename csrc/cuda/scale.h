@@ -14,4 +14,6 @@ int fastgrpo_scale_round(const float* values, const float* factor, void* out, fa
 // whose target lies outside [0, vocabulary). g with u, or h with v, may be null.
 int fastgrpo_weigh_slopes(const float* g, const float* u, const float* h, const float* v, const std::int64_t* targets,
                           std::int64_t vocabulary, void* out, fastgrpo::GradDtype dtype, int rows, int width, void* stream);
+// out [rows, width] = factors values, rounded once; both bfloat16, contiguous and at 16 bytes, width a multiple of 4; factors [rows].
+int fastgrpo_scale_rows(const void* values, const float* factors, void* out, int rows, int width, void* stream);
 }

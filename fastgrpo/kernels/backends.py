@@ -9,10 +9,15 @@ import torch
 
 from fastgrpo.kernels.driver import driver_name, why_driver_is_too_old
 from fastgrpo.kernels.library import library_info, row_is_read_once
-from fastgrpo.kernels.select import pack_reason, why_reference
+from fastgrpo.kernels.select import has_fused_head, pack_reason, why_reference
 
 REFERENCE = "reference (torch ops)"
 KERNELS = "row kernels, torch.mm"
+FUSED = "fused product, torch.mm"
+_NOT_FUSED = (
+    "V is no multiple of 32 or H none of 8, or there is a bias, a softcap over 128 temperatures, a scale outside 1e-6 to 1e6, "
+    "a weight that is not contiguous, or an entropy bonus in one pass"
+)
 _HEAD_OPS = ("linear_logprob", "linear_grpo")
 # A vocabulary of today's models: whether a card reads its rows once depends little on the length.
 _VOCABULARY = 151936
@@ -73,7 +78,9 @@ def backends() -> Backends:
     entries: dict[str, Backend] = {}
     for op in _HEAD_OPS:
         entries[op] = head_backend(device_type)
-        if entries[op].implementation == KERNELS:
+        if entries[op].implementation == FUSED:
+            entries[f"{op}, other heads"] = Backend(KERNELS, device_type, _NOT_FUSED)
+        if entries[op].implementation in (KERNELS, FUSED):
             entries[f"{op}, float16"] = head_backend(device_type, torch.float16)
             entries[f"{op}, float32"] = head_backend(device_type, torch.float32)
     reason = pack_reason(device_type)
@@ -96,11 +103,13 @@ def head_backend(device_type: str, compute_dtype: torch.dtype = torch.bfloat16) 
         compute_dtype: dtype of the operands of the products.
 
     Returns:
-        Backend.
+        Backend; `FUSED` where that serves most heads.
     """
     reason = why_reference(device_type, compute_dtype)
     if reason:
         return Backend(REFERENCE, device_type, reason)
+    if compute_dtype == torch.bfloat16 and has_fused_head(torch.device(device_type)):
+        return Backend(FUSED, device_type, "")
     twice = "" if row_is_read_once(torch.device(device_type), _VOCABULARY) else "this card reads each row twice"
     return Backend(KERNELS, device_type, twice)
 

@@ -1,29 +1,39 @@
 """The head's building blocks on CUDA: torch's products around the row kernels of the library. See `reference` for each.
 
 A chunk of fp32 products lives in one buffer that every chunk of a call reuses. The row kernel turns it into statistics and,
-over the same memory, into 16-bit gradients, which the next product reads where they lie. Rows are a multiple of 64 elements
-apart whatever V is, so that every product has aligned rows.
+over the same memory, into 16-bit gradients, which the next product reads where they lie.
+
+`prepare` hands a call that `fused_head` serves to that: its operands are `FusedOperands`, and its gradients `UnroundedTargets`,
+which every function here passes on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from fastgrpo.kernels import fused_head
+from fastgrpo.kernels.fused_head import FusedOperands
 from fastgrpo.kernels.library import row_is_read_once
-from fastgrpo.kernels.reference import Operands, RowPass, RowStatistics, TokenObjective, Transform
+from fastgrpo.kernels.reference import HeadCall, Operands, RowPass, RowStatistics, TokenObjective, Use
+from fastgrpo.kernels.rows import (
+    Gradients,
+    ScaledRows,
+    UnroundedTargets,
+    contiguous,
+    objective_arguments,
+    pitch_of,
+    rows_a_batch,
+    statistics,
+)
 from fastgrpo.kernels.sums import grpo_sums
 
-_ALIGNMENT = 64
 HANDLES_IGNORED = True
 """Whether `row_pass` gives zeros for a target outside `[0, V)`."""
-# A product that adds to the [V, H] fp32 gradient of the weight reads and writes all of it: give it this many rows, as far as
-# that takes no more chunks than these. A chunk's gradients take half the bytes of its logits.
-_ROWS_A_BATCH = 4096
-_MOST_CHUNKS_A_BATCH = 8
+# A chunk's gradients take half the bytes of its logits.
+MOST_CHUNKS_A_BATCH = 8
 # Float16 holds small probabilities only after a factor; |d logprob| <= 1, |d entropy| < 8 and a row without its power of two,
 # below 2 (csrc/math/row_power.h), leave room for this one.
 _FLOAT16_SCALE = 4096.0
@@ -51,56 +61,17 @@ class CudaOperands(Operands):
     factors: Tensor | None
 
 
-@dataclass(frozen=True)
-class ScaledRows:
-    """
-    float16 gradients of rows whose coefficients had a power of two taken out, each row its own; csrc/math/row_power.h has why.
-
-    Attributes:
-        values: `[R, V]`.
-        factors: `[R]` fp32: row i of the gradient is `factors[i] * values[i]`; powers of two, 0 for a row of zeros.
-    """
-
-    values: Tensor
-    factors: Tensor
-
-    def __getitem__(self, rows: slice) -> ScaledRows:
-        return ScaledRows(self.values[rows], self.factors[rows])
-
-    @cached_property
-    def shares(self) -> tuple[float, Tensor]:
-        """
-        The largest factor, known to the host, and `[R]` in 16 bit what each is of it, at most 1.
-
-        A sum over rows must take the factors before its product, and in 16 bit; what is below 2^-24 of the largest row is 0.
-        """
-        largest = self.factors.amax().item() or 1.0
-        return largest, (self.factors / largest).to(self.values.dtype)
-
-
-Gradients = Tensor | ScaledRows
-
-
-def rows_a_batch(chunk_rows: int) -> int:
-    """Rows whose 16-bit gradients are collected for one product, where the weight gets a gradient."""
-    return min(-(-_ROWS_A_BATCH // chunk_rows), _MOST_CHUNKS_A_BATCH) * chunk_rows
-
-
 def prepare(
-    weight: Tensor,
-    bias: Tensor | None,
-    transform: Transform,
-    compute_dtype: torch.dtype,
-    accumulate: torch.dtype,
-    chunk_rows: int,
-    rows: int,
-    collect: bool,
-) -> CudaOperands:
+    call: HeadCall, accumulate: torch.dtype, chunk_rows: int, rows: int, collect: bool
+) -> CudaOperands | FusedOperands:
     """As `reference.prepare`, buffers included."""
+    if fused_head.serves(call):
+        return fused_head.prepare(call, accumulate, chunk_rows, rows, collect)
+    weight, bias, transform, compute_dtype, *_ = call
     vocabulary = weight.shape[0]
-    pitch = -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
+    pitch = pitch_of(vocabulary)
     chunk_rows = max(1, min(chunk_rows, rows))
-    batch_rows = max(1, min(rows_a_batch(chunk_rows) if collect else chunk_rows, rows))
+    batch_rows = max(1, min(rows_a_batch(chunk_rows, MOST_CHUNKS_A_BATCH) if collect else chunk_rows, rows))
     gradients = None
     if batch_rows > chunk_rows:
         gradients = weight.new_empty(batch_rows, pitch, dtype=compute_dtype)
@@ -120,14 +91,19 @@ def prepare(
     )
 
 
-def buffers(with_entropy: bool, softcap_gradient: bool) -> int:
-    """One: everything happens in place."""
-    return 1
+def prefers_given(call: HeadCall) -> bool:
+    """As `reference.prefers_given`: where only given coefficients let the fused kernel serve."""
+    return fused_head.serves(call._replace(use=Use.GIVEN))
 
 
-def gradient_buffer(operands: CudaOperands, rows: int) -> Gradients | None:
+def bytes_a_row(call: HeadCall, with_entropy: bool) -> int:
+    """As `reference.bytes_a_row`: fp32 products, and everything else happens in their place."""
+    return fused_head.bytes_a_row(call) if fused_head.serves(call) else 4 * call.weight.shape[0]
+
+
+def gradient_buffer(operands: CudaOperands | FusedOperands, rows: int) -> Gradients | None:
     """As `reference.gradient_buffer`."""
-    if operands.gradients is None:
+    if isinstance(operands, FusedOperands) or operands.gradients is None:
         return None
     return _with_factors(operands.gradients[:rows, : operands.weight.shape[0]], operands)
 
@@ -144,6 +120,63 @@ def computed_rows(
     torch.ops.fastgrpo.compact_rows(targets, vocabulary, *factors, wanted, others, counts)
     other_count, count = divmod(counts.item(), 1 << 32)
     return wanted[:count], None if others is None else others[:other_count]
+
+
+def head_pass(
+    hidden: Tensor,
+    targets: Tensor,
+    operands: CudaOperands | FusedOperands,
+    *,
+    with_entropy: bool = False,
+    with_logprob_grad: bool = False,
+    with_entropy_grad: bool = False,
+    out: RowStatistics | None = None,
+) -> RowPass:
+    """As `reference.head_pass`."""
+    if isinstance(operands, FusedOperands):
+        return fused_head.head_pass(hidden, targets, operands, with_entropy, with_logprob_grad, out)
+    return row_pass(
+        project(hidden, operands),
+        targets,
+        operands,
+        with_entropy=with_entropy,
+        with_logprob_grad=with_logprob_grad,
+        with_entropy_grad=with_entropy_grad,
+        out=out,
+    )
+
+
+def head_objective(
+    hidden: Tensor,
+    targets: Tensor,
+    operands: CudaOperands | FusedOperands,
+    objective: TokenObjective,
+    with_entropy: bool,
+    grad_out: Gradients | None,
+    out: RowStatistics | None = None,
+) -> RowPass:
+    """As `reference.head_objective`."""
+    if isinstance(operands, FusedOperands):
+        return fused_head.head_objective(hidden, targets, operands, objective, with_entropy, out)
+    return row_objective(project(hidden, operands), targets, operands, objective, with_entropy, grad_out, out)
+
+
+def head_grad(
+    hidden: Tensor,
+    targets: Tensor,
+    operands: CudaOperands | FusedOperands,
+    logprobs: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor | None,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Gradients | None,
+) -> Gradients:
+    """As `reference.head_grad`."""
+    saved_and_given = logprobs, lse, grad_logprobs, entropy, grad_entropy
+    if isinstance(operands, FusedOperands):
+        return fused_head.head_grad(hidden, targets, operands, *saved_and_given)
+    return row_grad(project(hidden, operands), targets, operands, *saved_and_given, out)
 
 
 def project(hidden: Tensor, operands: CudaOperands) -> Tensor:
@@ -163,7 +196,7 @@ def row_pass(
     out: RowStatistics | None = None,
 ) -> RowPass:
     """As `reference.row_pass`; the gradients are 16 bit, times `operands.scale`, and in the memory of `products`."""
-    logprobs, entropy, lse = _statistics(products, with_entropy, out)
+    logprobs, entropy, lse = statistics(len(products), products, with_entropy, out)
     first = _over(products, operands, 0) if with_logprob_grad or with_entropy_grad else None
     second = None
     if with_entropy_grad:
@@ -184,14 +217,14 @@ def row_objective(
     operands: CudaOperands,
     objective: TokenObjective,
     with_entropy: bool,
-    grad_out: Gradients | None,
+    grad_out: Tensor | ScaledRows | None,
     out: RowStatistics | None = None,
 ) -> RowPass:
     """As `reference.row_objective`; the kernel evaluates the objective itself."""
-    logprobs, entropy, lse = _statistics(products, with_entropy, out)
+    logprobs, entropy, lse = statistics(len(products), products, with_entropy, out)
     grad = _in_place(products, operands) if grad_out is None else grad_out
     values, factors = _parts(grad)
-    epsilon_low, epsilon_high, delta, beta, bias_correction, tau_pos, tau_neg = objective.constants
+    rows, constants = objective_arguments(objective)
     torch.ops.fastgrpo.row_objective(
         products,
         targets.contiguous(),
@@ -199,21 +232,9 @@ def row_objective(
         logprobs,
         lse,
         entropy,
-        _contiguous(objective.advantages),
-        _contiguous(objective.token_weights),
-        _contiguous(objective.old_logprobs),
-        _contiguous(objective.ref_logprobs),
-        _contiguous(objective.multiplier),
-        _contiguous(objective.phi),
-        _contiguous(objective.entropy_weights),
-        objective.loss_type,
-        epsilon_low,
-        epsilon_high,
-        delta,
-        beta,
-        bool(bias_correction),
-        tau_pos,
-        tau_neg,
+        *rows,
+        contiguous(objective.entropy_weights),
+        *constants,
         values,
         operands.scale,
         factors,
@@ -230,8 +251,8 @@ def row_grad(
     grad_logprobs: Tensor | None,
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
-    out: Gradients | None,
-) -> Gradients:
+    out: Tensor | ScaledRows | None,
+) -> Tensor | ScaledRows:
     """As `reference.row_grad`; 16 bit, times `operands.scale`."""
     grad = _in_place(products, operands) if out is None else out
     values, factors = _parts(grad)
@@ -242,8 +263,8 @@ def row_grad(
         logprobs,
         lse,
         entropy,
-        _contiguous(grad_logprobs),
-        _contiguous(grad_entropy),
+        contiguous(grad_logprobs),
+        contiguous(grad_entropy),
         values,
         operands.scale,
         factors,
@@ -272,8 +293,10 @@ def total_loss(objective: TokenObjective, targets: Tensor, logprobs: Tensor, ent
     return sums[0, 0]
 
 
-def back_project(grad: Gradients, operands: CudaOperands, out: Tensor | None = None) -> Tensor:
+def back_project(grad: Gradients, operands: CudaOperands | FusedOperands, out: Tensor | None = None) -> Tensor:
     """As `reference.back_project`, from the kernel's gradients."""
+    if isinstance(grad, UnroundedTargets):
+        return fused_head.back_project(grad, operands, out)
     values, factors = _parts(grad)
     if out is None:
         out = torch.mm(values, operands.weight, out_dtype=operands.accumulate)
@@ -285,8 +308,12 @@ def back_project(grad: Gradients, operands: CudaOperands, out: Tensor | None = N
     return out if factor == 1.0 else out.mul_(factor)
 
 
-def add_weight_grad(total: Tensor | None, grad: Gradients, hidden: Tensor, operands: CudaOperands) -> Tensor:
+def add_weight_grad(
+    total: Tensor | None, grad: Gradients, hidden: Tensor, operands: CudaOperands | FusedOperands
+) -> Tensor:
     """As `reference.add_weight_grad`; the first product writes the total, so that nothing clears it before."""
+    if isinstance(grad, UnroundedTargets):
+        return fused_head.add_weight_grad(total, grad, hidden, operands)
     values, factors = _parts(grad)
     hidden, alpha, beta = hidden.to(operands.compute_dtype), operands.transform.outer, 1.0
     if factors is not None:
@@ -297,7 +324,7 @@ def add_weight_grad(total: Tensor | None, grad: Gradients, hidden: Tensor, opera
     return torch.addmm(total, values.t(), hidden, beta=beta, alpha=alpha, out_dtype=operands.accumulate, out=total)
 
 
-def bias_grad(grad: Gradients, operands: CudaOperands) -> Tensor:
+def bias_grad(grad: Tensor | ScaledRows, operands: CudaOperands) -> Tensor:
     """As `reference.bias_grad`."""
     if isinstance(grad, Tensor):
         return grad.sum(0, dtype=operands.accumulate)
@@ -333,18 +360,6 @@ def weigh_slopes(
     return out
 
 
-def _statistics(products: Tensor, with_entropy: bool, out: RowStatistics | None) -> RowStatistics:
-    if out is not None:
-        return out
-    logprobs, lse = products.new_empty(2, len(products))
-    return RowStatistics(logprobs, products.new_empty(len(products)) if with_entropy else None, lse)
-
-
-def _contiguous(values: Tensor | None) -> Tensor | None:
-    # A gradient may be expanded, an input of the user's strided.
-    return None if values is None else values.contiguous()
-
-
 def _over(products: Tensor, operands: CudaOperands, half: int) -> Tensor:
     """16-bit `[R, V]` over the first or second half of the rows of `products`."""
     pitch = operands.products.shape[1]
@@ -352,15 +367,15 @@ def _over(products: Tensor, operands: CudaOperands, half: int) -> Tensor:
     return halves[:, half * pitch : half * pitch + products.shape[1]]
 
 
-def _in_place(products: Tensor, operands: CudaOperands) -> Gradients:
+def _in_place(products: Tensor, operands: CudaOperands) -> Tensor | ScaledRows:
     return _with_factors(_over(products, operands, 0), operands)
 
 
-def _with_factors(values: Tensor, operands: CudaOperands) -> Gradients:
+def _with_factors(values: Tensor, operands: CudaOperands) -> Tensor | ScaledRows:
     return values if operands.factors is None else ScaledRows(values, operands.factors[: len(values)])
 
 
-def _parts(grad: Gradients) -> tuple[Tensor, Tensor | None]:
+def _parts(grad: Tensor | ScaledRows) -> tuple[Tensor, Tensor | None]:
     return (grad, None) if isinstance(grad, Tensor) else (grad.values, grad.factors)
 
 

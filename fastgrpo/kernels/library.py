@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARY_VARIABLE = "FASTGRPO_LIBRARY"
+FUSED_OPS = ("fused_pass", "fused_objective", "fused_grad", "finish_hidden_grad", "add_to_targets", "scale_rows")
+"""Those of compute capability 9.0."""
 OPS = (
+    *FUSED_OPS,
     *("row_pass", "row_objective", "row_grad", "scale_round", "weigh_slopes", "merge_attention", "rotary"),
     *("swiglu", "swiglu_grad"),
     *("compact_rows", "grpo_rows", "grpo_sums", "left_pack_into", "take_rows_into", "sum_rows_into"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,40 @@ class Transform(NamedTuple):
         return logits.mul(self.temperature / self.softcap).square_().neg_().add_(1.0)
 
 
+class Use(Enum):
+    """What a call does with a head."""
+
+    STATISTICS = auto()
+    """Log-probs and entropies alone."""
+    SLOPES = auto()
+    """And what hidden states receive from them."""
+    GIVEN = auto()
+    """Gradients from statistics and coefficients that are given."""
+    OBJECTIVE = auto()
+    """Statistics and an objective's gradients."""
+
+
+class HeadCall(NamedTuple):
+    """
+    A head, and what a call does with it.
+
+    Attributes:
+        weight: `[V, H]`.
+        bias: `[V]` or None.
+        transform: from products to logits.
+        compute_dtype: what the operands of the products are rounded to.
+        use: what the call does.
+        entropy_gradient: entropies give a gradient, too.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    transform: Transform
+    compute_dtype: torch.dtype
+    use: Use
+    entropy_gradient: bool = False
+
+
 @dataclass(frozen=True)
 class Operands:
     """
@@ -77,35 +112,44 @@ class Operands:
     batch_rows: int
 
 
-def prepare(
-    weight: Tensor,
-    bias: Tensor | None,
-    transform: Transform,
-    compute_dtype: torch.dtype,
-    accumulate: torch.dtype,
-    chunk_rows: int,
-    rows: int,
-    collect: bool,
-) -> Operands:
+def prepare(call: HeadCall, accumulate: torch.dtype, chunk_rows: int, rows: int, collect: bool) -> Operands:
     """
     Operands of one call.
 
     Args:
-        weight, bias, transform, compute_dtype, accumulate, chunk_rows: see `Operands`.
-        rows: rows that the call computes in all.
-        collect: the weight gets a gradient, so that larger products may pay.
+        call: what is computed.
+        accumulate, chunk_rows: see `Operands`.
+        rows: rows that the call computes in all; not used here.
+        collect: the weight gets a gradient, so that larger products may pay; not used here.
 
     Returns:
         Operands.
     """
+    weight, bias, transform, compute_dtype, *_ = call
     if _sums_in_float32(weight, compute_dtype):
         weight = weight.to(compute_dtype)
     return Operands(weight, bias, transform, compute_dtype, accumulate, chunk_rows, chunk_rows)
 
 
-def buffers(with_entropy: bool, softcap_gradient: bool) -> int:
-    """`[R, V]` buffers alive at once: logits; z beside exp(z) for an entropy; the slope of a softcap."""
-    return 1 + with_entropy + softcap_gradient
+def prefers_given(call: HeadCall) -> bool:
+    """Whether the gradient of entropies under a frozen head is better computed with its logits again than as a slope."""
+    return False
+
+
+def bytes_a_row(call: HeadCall, with_entropy: bool) -> int:
+    """
+    Bytes that a row of a chunk takes: logits; z beside exp(z) for an entropy; the slope of a softcap.
+
+    Args:
+        call: what is computed.
+        with_entropy: entropies, too.
+
+    Returns:
+        Bytes.
+    """
+    slopes = call.transform.softcap is not None and call.use is not Use.STATISTICS
+    itemsize = 8 if call.compute_dtype == torch.float64 else 4
+    return (1 + with_entropy + slopes) * itemsize * call.weight.shape[0]
 
 
 def gradient_buffer(operands: Operands, rows: int) -> Tensor | None:
@@ -322,6 +366,40 @@ def project(hidden: Tensor, operands: Operands) -> Tensor:
     if operands.bias is not None:
         products.add_(operands.bias.to(accumulate))
     return products
+
+
+def head_pass(hidden: Tensor, targets: Tensor, operands: Operands, **options) -> RowPass:
+    """`row_pass`, with its options, of the products of `[R, H]` hidden states."""
+    return row_pass(project(hidden, operands), targets, operands, **options)
+
+
+def head_objective(
+    hidden: Tensor,
+    targets: Tensor,
+    operands: Operands,
+    objective: TokenObjective,
+    with_entropy: bool,
+    grad_out: Tensor | None,
+    out: RowStatistics | None = None,
+) -> RowPass:
+    """`row_objective` of the products of `[R, H]` hidden states."""
+    return row_objective(project(hidden, operands), targets, operands, objective, with_entropy, grad_out, out)
+
+
+def head_grad(
+    hidden: Tensor,
+    targets: Tensor,
+    operands: Operands,
+    logprobs: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor | None,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """`row_grad` of the products of `[R, H]` hidden states."""
+    products = project(hidden, operands)
+    return row_grad(products, targets, operands, logprobs, lse, grad_logprobs, entropy, grad_entropy, out)
 
 
 def total_loss(objective: TokenObjective, targets: Tensor, logprobs: Tensor, entropy: Tensor | None) -> Tensor:

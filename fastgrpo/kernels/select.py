@@ -8,6 +8,7 @@ import torch
 
 from fastgrpo.kernels import cuda, reference
 from fastgrpo.kernels.driver import why_driver_is_too_old
+from fastgrpo.kernels.fused_head import device_serves
 from fastgrpo.kernels.library import library_info
 
 
@@ -28,6 +29,11 @@ def head_kernels(device: torch.device, compute_dtype: torch.dtype) -> ModuleType
 def has_row_kernels(device: torch.device, compute_dtype: torch.dtype) -> bool:
     """Whether `head_kernels` gives the library's kernels, and so those of csrc/cuda/grpo.cu serve too."""
     return not why_reference(device.type, compute_dtype)
+
+
+def has_fused_head(device: torch.device) -> bool:
+    """Whether the product with its passes inside serves bfloat16 heads there, where their shape lets it."""
+    return has_row_kernels(device, torch.bfloat16) and device_serves(device)
 
 
 def why_reference(device_type: str, compute_dtype: torch.dtype) -> str:

@@ -29,7 +29,7 @@ class Options:
     Options of `fastgrpo.patch`. None of them changes a loss or a gradient, but for the masks of dropout, where there is any.
 
     Args:
-        chunk_bytes: device bytes for the logits alive at once; None = 512 MiB, on a CPU 128 MiB.
+        chunk_bytes: device bytes for the logits alive at once, or what stands in for them; None = 512 MiB, on a CPU 128 MiB.
         num_chunks: -1 = as many chunks of logits as `chunk_bytes` asks for; n >= 1 = exactly n.
         logit_chunk_multiplier: multiplies the automatic number of chunks.
         mini_batch_size: sequences of a micro-batch whose activations are alive at once; the others' forward runs again in the

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_on_cpu import serve_on_the_cpu
 from row_kernels import GIVEN, OBJECTIVE, ONE, Params, RowArgs
 from torch import Tensor
 from truth import relative_error
 
 from fastgrpo import Objective, linear_grpo_loss, linear_logprob
-from fastgrpo.kernels import cuda, reference
 
 BF16, FP16 = torch.bfloat16, torch.float16
 COUNT, WIDTH, WORDS = 150, 16, 203
@@ -70,45 +70,11 @@ class RowOps:
         self.row_twin.row_twin(ctypes.byref(args))
 
 
-def compact_rows(targets, vocabulary, first, second, wanted, others, counts) -> None:
-    found, rest = reference.computed_rows(targets, vocabulary, first, second, others is not None)
-    wanted[: len(found)] = found
-    if others is not None:
-        others[: len(rest)] = rest
-    counts[0] = len(found) | (0 if others is None else len(rest)) << 32
-
-
 @pytest.fixture
 def row_ops(row_twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> RowOps:
-    """16-bit heads on the CPU take the path of a CUDA device; products are 16-bit factors summed in float32, as cuBLAS does."""
-    ops, mm = RowOps(row_twin), torch.mm
-
-    def products(a, b, *, out_dtype=None, out=None):
-        result = mm(a, b) if out_dtype is None else mm(a.to(out_dtype), b.to(out_dtype))
-        return result if out is None else out.copy_(result)
-
-    def more_products(total, a, b, *, beta, alpha, out_dtype, out):
-        result = alpha * products(a, b, out_dtype=out_dtype)
-        return out.copy_(result if beta == 0 else result + beta * total)
-
-    stand_ins = {
-        "row_pass": ops.row_pass,
-        "row_objective": ops.row_objective,
-        "row_grad": ops.row_grad,
-        "compact_rows": compact_rows,
-        "scale_round": lambda values, factor, out: out.copy_(values * factor),
-    }
-    for name, function in stand_ins.items():
-        monkeypatch.setattr(torch.ops.fastgrpo, name, function, raising=False)
-    for module in ("ops", "head"):
-        monkeypatch.setattr(
-            f"fastgrpo.{module}.head_kernels", lambda _, dtype: cuda if dtype in (BF16, FP16) else reference
-        )
-    monkeypatch.setattr(cuda, "row_is_read_once", lambda *_: False)
-    monkeypatch.setattr(cuda, "total_loss", reference.total_loss)
-    monkeypatch.setattr(cuda, "weigh_slopes", reference.weigh_slopes)
-    monkeypatch.setattr(torch, "mm", products)
-    monkeypatch.setattr(torch, "addmm", more_products)
+    ops = RowOps(row_twin)
+    named = {name: getattr(ops, name) for name in ("row_pass", "row_objective", "row_grad")}
+    serve_on_the_cpu(monkeypatch, named)
     return ops
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from truth import relative_error
 
 from fastgrpo.kernels import cuda
-from fastgrpo.kernels.reference import Transform
+from fastgrpo.kernels.reference import HeadCall, Transform, Use
 
 PRECISIONS = pytest.mark.parametrize("precision", ["f32", "f64"])
 LEAST, HIGHEST = 2.0**-100, 65504.0
@@ -87,9 +87,8 @@ class Twin:
         self.weight = (torch.randn(WORDS, WIDTH, generator=generator) * 0.4 + 0.1).half()
         targets = torch.randint(WORDS, (ROWS,), generator=generator)
         self.hidden[::2] += self.weight[targets[::2]] * 2
-        self.operands = cuda.prepare(
-            self.weight, None, Transform(0.9), torch.float16, torch.float32, ROWS, ROWS, collect=True
-        )
+        call = HeadCall(self.weight, None, Transform(0.9), torch.float16, Use.GIVEN, True)
+        self.operands = cuda.prepare(call, torch.float32, ROWS, ROWS, collect=True)
         power = torch.from_numpy(csrc_math.f32.row_power(g.numpy(), h.numpy()))
         divisor = torch.where(power == 0, 1.0, power)
         if scale is not None:

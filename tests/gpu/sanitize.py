@@ -52,6 +52,29 @@ def _head(*vocabularies: int) -> None:
             (out.logprobs.sum() + out.entropy.sum()).backward()
 
 
+def fused_head() -> None:
+    """Both passes of the fused head and the gradients from given statistics, rows whose shift is wrong, targets that repeat."""
+    for softcap, trains in itertools.product((None, 20.0), (False, True)):
+        hidden = torch.randn(301, 72, device=DEVICE).to(torch.bfloat16)
+        hidden[3] *= 1000
+        hidden.requires_grad_()
+        weight = torch.randn(1056, 72, device=DEVICE).to(torch.bfloat16).requires_grad_(trains)
+        targets = torch.randint(-1, 1056, (301,), device=DEVICE)
+        targets[::3] = 5
+        out = linear_logprob(
+            hidden,
+            weight,
+            targets,
+            softcap=softcap,
+            return_entropy=True,
+            entropy_requires_grad=trains,
+            skip_ignored=False,
+        )
+        (out.logprobs.sum() + out.entropy.sum()).backward()
+        segments, advantages = torch.tensor([0, 301], device=DEVICE), torch.ones(1, device=DEVICE)
+        linear_grpo_loss(hidden, weight, targets, segments, advantages, Objective(), softcap=softcap)[0].backward()
+
+
 def loss() -> None:
     """Coefficients and sums, with everything that is optional and without."""
     for loss_type, dtype in itertools.product(("grpo", "vespo"), (torch.bfloat16, torch.float16)):
@@ -123,7 +146,7 @@ def heads() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     # The last, so that what synccheck says of it ends no other.
-    every = (head, clusters, loss, rows_of_16_bit, packs, gate, heads, largest_cluster)
+    every = (head, clusters, fused_head, loss, rows_of_16_bit, packs, gate, heads, largest_cluster)
     parts = {part.__name__: part for part in every}
     for part in [parts[name] for name in sys.argv[1:]] or parts.values():
         part()

@@ -16,7 +16,7 @@ from truth import logits_float64, logprobs_float64, relative_error, worst_row_er
 
 import fastgrpo.kernels.select as select
 from fastgrpo import Objective, backends, left_pack, linear_grpo_loss, linear_logprob
-from fastgrpo.kernels.backends import KERNELS
+from fastgrpo.kernels.backends import FUSED, KERNELS
 from fastgrpo.kernels.library import library_info, load_library
 
 pytestmark = [
@@ -359,9 +359,11 @@ def test_where_no_row_is_skipped_nothing_waits_and_nothing_changes(with_grad):
 
 
 @needs_library
-@pytest.mark.parametrize(("frozen", "softcap"), list(itertools.product([True, False], [None, 20.0])))
-def test_compiles_without_a_graph_break(frozen, softcap):
-    hidden, weight, targets = make(64, 64, 5003, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("frozen", "softcap", "vocabulary"), list(itertools.product([True, False], [None, 20.0], [5003, 4096]))
+)
+def test_compiles_without_a_graph_break(frozen, softcap, vocabulary):
+    hidden, weight, targets = make(64, 64, vocabulary, torch.bfloat16)
 
     def loss(hidden, weight):
         out = linear_logprob(hidden, weight, targets, softcap=softcap, return_entropy=True)
@@ -380,7 +382,10 @@ def test_compiles_without_a_graph_break(frozen, softcap):
 @needs_library
 def test_backends_say_that_the_kernels_serve_and_where_they_do_not():
     table = backends()
-    assert table["linear_logprob"].implementation == KERNELS == table["linear_grpo"].implementation
+    fused = torch.cuda.get_device_capability() == (9, 0)
+    for op in ("linear_logprob", "linear_grpo"):
+        assert table[op].implementation == (FUSED if fused else KERNELS)
+        assert not fused or (table[f"{op}, other heads"].implementation == KERNELS)
     assert "16-bit products" in table["linear_logprob, float32"].reason
     assert table["linear_grpo, float16"].implementation == KERNELS
     assert table["library"].device == torch.cuda.get_device_name()

@@ -13,7 +13,7 @@ from row_kernels import launch, over, padded, pitch_of, poisoned
 from torch import Tensor
 
 from fastgrpo.kernels import cuda, reference
-from fastgrpo.kernels.library import OPS, library_info, load_library, row_is_read_once
+from fastgrpo.kernels.library import FUSED_OPS, OPS, library_info, load_library, row_is_read_once
 from fastgrpo.objective import LOSS_TYPES, Objective, token_grad
 from fastgrpo.ops import objective_constants
 
@@ -518,7 +518,21 @@ def test_ops_pass_opcheck():
         return torch.rand(shape, device="cuda").bfloat16()
 
     head = (logits, targets, None, 1.0, 1.0, None, *out)
+    words = half(96, 8)
+    fused = (half(4, 8), words, targets, 1.0, 1.0, None, *out)
+    exponentials = poisoned(4, 96, BF16), torch.empty(4, device="cuda")
+    scratch = torch.empty(4 * (4 + 2) + 1, device="cuda")
+    fused_too = torch.cuda.get_device_capability() == (9, 0)
     arguments = {
+        "fused_pass": (*fused, *exponentials, torch.empty(4, device="cuda"), scratch),
+        "fused_objective": (
+            *fused, *values, None, None, None, None, 3, 0.2, 0.2, math.inf, 0.0, True, 1.0, 1.05, *exponentials,
+            torch.empty(4, device="cuda"), scratch,
+        ),
+        "fused_grad": (*fused, values[0], None, *exponentials),
+        "finish_hidden_grad": (torch.rand(4, 8, device="cuda"), values[0], values[1], targets, words, 1.0),
+        "add_to_targets": (torch.rand(96, 8, device="cuda"), values[0], targets, half(4, 8), 1.0),
+        "scale_rows": (half(4, 8), values[0], half(4, 8)),
         "row_pass": (*head, grad, None, 1.0),
         "row_objective": (
             *head, *values, None, None, None, None, None, 3, 0.2, 0.2, math.inf, 0.0, True, 1.0, 1.05, grad, 1.0,
@@ -553,7 +567,8 @@ def test_ops_pass_opcheck():
     }  # fmt: skip
     assert set(arguments) == set(OPS)
     for name, values in arguments.items():
-        torch.library.opcheck(getattr(torch.ops.fastgrpo, name).default, values)
+        if fused_too or name not in FUSED_OPS:
+            torch.library.opcheck(getattr(torch.ops.fastgrpo, name).default, values)
 
 
 @pytest.mark.skipif(not CLUSTERS, reason="this card has no thread block clusters")

@@ -20,10 +20,14 @@ pytestmark = [
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("lora", [True, False])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_trains_and_starts_as_stock_does(precision, lora, checkpointing, tmp_path):
+@pytest.mark.parametrize(
+    ("precision", "model"),
+    [("bf16", "qwen3"), ("fp16", "qwen3"), ("bf16", "square head")],
+    ids=["bf16", "fp16", "bf16, a vocabulary that the fused head serves"],
+)
+def test_mixed_precision_trains_and_starts_as_stock_does(precision, model, lora, checkpointing, tmp_path):
     settings = {"bf16": False, precision: True, "gradient_checkpointing": checkpointing}
-    twins_in_16_bit(tmp_path, model="qwen3", lora=lora, **settings)
+    twins_in_16_bit(tmp_path, model=model, lora=lora, **settings)
 
 
 def test_backends_name_the_kernels_while_a_trainer_is_patched(tmp_path):

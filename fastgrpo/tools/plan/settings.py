@@ -78,6 +78,8 @@ class PlanSettings:
         share_prefix: with "varlen", a group's prompt computed once in the update, fastgrpo's default.
         fused_layers: LoRA layers, MLPs, norms and rotary embeddings as one function each in the update, fastgrpo's default.
         head: "fastgrpo" = logits in chunks; "full" = all logits of the micro-batch at once, counted once.
+        fused_head: the card is an H100 or H200 (compute capability 9.0): with bf16 products, fastgrpo's head keeps no fp32
+            logits.
         chunk_bytes, num_chunks, logit_chunk_multiplier: of fastgrpo's head, as in `Options`; None = 512 MiB, as many chunks as
             that asks for.
         rollout: "transformers" in this process, "vllm" in this process (colocate), or a "server" elsewhere.
@@ -116,6 +118,7 @@ class PlanSettings:
     share_prefix: bool = True
     fused_layers: bool = True
     head: str = "fastgrpo"
+    fused_head: bool = False
     chunk_bytes: int | None = None
     num_chunks: int | None = None
     logit_chunk_multiplier: float | None = None

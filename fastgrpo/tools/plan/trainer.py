@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
+from fastgrpo.kernels.select import has_fused_head
 from fastgrpo.tools.evaluate import tokenised
 from fastgrpo.tools.plan.estimate import estimate_memory
 from fastgrpo.tools.plan.memory import MemoryPlan
@@ -113,6 +114,7 @@ def _patch(trainer: GRPOTrainer) -> dict[str, Any]:
         "num_chunks": None if options.num_chunks == -1 else options.num_chunks,
         "mini_batch": options.mini_batch_size,
         "fused_layers": options.fused_layers and not trainer.args.torch_compile,
+        "fused_head": has_fused_head(trainer.accelerator.device),
     }
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fastgrpo.chunking import TILE
-from fastgrpo.kernels.cuda import rows_a_batch
+from fastgrpo.chunking import CUDA_ROWS
+from fastgrpo.kernels import cuda, fused_head
+from fastgrpo.kernels.fused_head import scratch_a_row, serves_shape
+from fastgrpo.kernels.rows import rows_a_batch
 from fastgrpo.tools.plan.settings import PlanSettings
 from fastgrpo.tools.plan.shape import ModelShape
 from fastgrpo.tools.plan.trace import Activations
@@ -111,33 +113,66 @@ def head_of(settings: PlanSettings, shape: ModelShape) -> Head:
     What the output head needs for the completion tokens that are alive at once.
 
     `head="full"`: one matrix of logits in the dtype of the products, the least that any head needs which materialises them.
-    fastgrpo, see `fastgrpo.ops` and `fastgrpo.kernels.cuda`: hidden states of the scored tokens, and a chunk of fp32 logits
-    that becomes its own gradient. With a frozen head d logprob / d hidden in fp32; with one that trains, the gradient of its
-    weight in fp32, and 16-bit gradients of several chunks: in the forward already, where loss and gradients come from one pass.
+    fastgrpo, see `fastgrpo.ops` and `fastgrpo.kernels`: hidden states of the scored tokens, and a chunk of fp32 logits
+    that becomes its own gradient, or 16-bit values in its place. With a frozen head d logprob / d hidden in fp32; with one
+    that trains, the gradient of its weight in fp32, and 16-bit gradients of several chunks: in the forward already, where
+    loss and gradients come from one pass.
     """
     tokens, width, words = settings.scored_tokens, shape.hidden, shape.vocabulary
     weight, taken = words * width, tokens * width * settings.weight_bytes
     if settings.head == "full":
         logits = tokens * words * settings.compute_bytes
         return Head(logits, logits, logits, weight * settings.weight_bytes if settings.full else 0.0)
-    kernels = settings.compute_bytes == 2
-    # Torch's ops keep three buffers, two of which the budget counts.
-    rows = settings.chunk_plan.rows(tokens, words, 1 if kernels else 2, 4, _DEVICE, TILE if kernels else 1)
-    rows = min(rows, tokens)
-    chunk = rows * words * 4 * (1 if kernels else 3)
+    buffers = _buffers(settings, shape)
     # The weight as the products take it.
     cast = weight * settings.compute_bytes if settings.compute_bytes < settings.weight_bytes else 0
     slope = tokens * width * 4
     # What the model's hidden states get from those of the scored tokens.
     given_back = (tokens + settings.row_tokens) * width * settings.weight_bytes
     if not settings.full:
-        return Head(taken + slope + chunk + cast, slope, max(slope + taken, given_back), 0.0)
-    products = chunk + cast + (min(rows_a_batch(rows), tokens) * words * 2 if kernels else 0)
+        return Head(taken + slope + buffers.chunk + cast, slope, max(slope + taken, given_back), 0.0)
     gradient, summed = weight * settings.weight_bytes, weight * 4
     if settings.in_one_pass:
         kept = summed + slope
         backward = max(kept + taken + gradient, gradient + given_back)
-        return Head(taken + products + kept, kept, backward, gradient)
+        return Head(taken + buffers.in_one_pass + cast + kept, kept, backward, gradient)
     rounded = gradient if settings.weight_bytes < 4 else 0
-    backward = max(2 * taken + products + summed + rounded, gradient + given_back)
-    return Head(taken + chunk + cast, taken, backward, gradient)
+    backward = max(2 * taken + buffers.again + cast + summed + rounded, gradient + given_back)
+    return Head(taken + buffers.statistics + cast, taken, backward, gradient)
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """
+    Bytes of what stands for logits, and their gradients.
+
+    Attributes:
+        chunk: with a frozen head.
+        statistics: in the forward of a head that trains, where the backward computes logits again.
+        in_one_pass: with a head that trains, log-probs, loss and gradients at once.
+        again: in a backward that computes logits again.
+    """
+
+    chunk: float
+    statistics: float
+    in_one_pass: float
+    again: float
+
+
+def _buffers(settings: PlanSettings, shape: ModelShape) -> _Buffers:
+    tokens, width, words, plan = settings.scored_tokens, shape.hidden, shape.vocabulary, settings.chunk_plan
+    if settings.compute_bytes > 2:
+        # Torch's ops keep three buffers, two of which the budget counts.
+        chunk = min(plan.rows(tokens, words * 8, _DEVICE), tokens) * words * 12
+        return _Buffers(chunk, chunk, chunk, chunk)
+    if settings.fused_head and serves_shape(words, width) and settings.compute_dtype == "bfloat16":
+        rows = plan.rows(tokens, words * 2, _DEVICE, CUDA_ROWS)
+        few, many = min(rows, tokens), min(rows_a_batch(rows, fused_head.MOST_CHUNKS_A_BATCH), tokens)
+        scratch = 4 * scratch_a_row(words)
+        # And hidden states times their factors.
+        one_pass = many * (2 * words + scratch + 2 * width)
+        return _Buffers(few * (2 * words + scratch), few * scratch, one_pass, many * 2 * words)
+    rows = plan.rows(tokens, words * 4, _DEVICE, CUDA_ROWS)
+    chunk = min(rows, tokens) * words * 4
+    batch = chunk + min(rows_a_batch(rows, cuda.MOST_CHUNKS_A_BATCH), tokens) * words * 2
+    return _Buffers(chunk, chunk, batch, batch)

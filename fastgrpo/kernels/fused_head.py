@@ -1,0 +1,237 @@
+"""The head with its passes inside the product, csrc/cuda/fused_head.cu: logits never leave the chip.
+
+For compute capability 9.0 and bfloat16. What it leaves of a row of logits, where a gradient is wanted, is 16 bit wide and goes
+straight into the next product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fastgrpo.kernels.library import load_library
+from fastgrpo.kernels.reference import HeadCall, Operands, RowPass, RowStatistics, TokenObjective, Use
+from fastgrpo.kernels.rows import (
+    UnroundedTargets,
+    contiguous,
+    objective_arguments,
+    pitch_of,
+    rows_a_batch,
+    statistics,
+)
+
+# Columns of one tile, and of a group that is permuted as it is copied: see csrc/cuda/fused_head.cu.
+_STRIP, _GROUP = 256, 32
+# The copies' pitch must be a multiple of 16 bytes.
+_WIDTH = 8
+# Within these, a logit that stands for none (kNoLogit in csrc/cuda/row.h) stays one whatever it is multiplied by.
+_LEAST_SCALE, _LARGEST_SCALE = 1e-6, 1e6
+# The kernel's tanh has an absolute error of 2^-22, which a logit has times this.
+_LARGEST_SOFTCAP = 128.0
+# Tiles of a call are counted in 32 bits.
+_MOST_ROWS = 1 << 20
+# A chunk holds gradients alone.
+MOST_CHUNKS_A_BATCH = 4
+
+
+@dataclass(frozen=True)
+class FusedOperands(Operands):
+    """
+    `Operands` with the buffers of a call.
+
+    Attributes:
+        values, factors, at_target: `[batch_rows, V]` and `[batch_rows]` twice, of `UnroundedTargets`; None where none are
+            wanted. A row of values is a multiple of 64 elements from the next.
+        scratch: fp32, of the kernel's own; None where statistics are given.
+    """
+
+    values: Tensor | None
+    factors: Tensor | None
+    at_target: Tensor | None
+    scratch: Tensor | None
+
+
+def serves(call: HeadCall) -> bool:
+    """Whether this kernel serves a call."""
+    weight, bias, transform, compute_dtype, use, entropy_gradient = call
+    vocabulary, width = weight.shape
+    return (
+        weight.is_cuda
+        and compute_dtype == torch.bfloat16
+        and bias is None
+        and serves_shape(vocabulary, width)
+        and weight.is_contiguous()
+        and _LEAST_SCALE <= transform.outer <= _LARGEST_SCALE
+        and (transform.softcap is None or transform.softcap <= _LARGEST_SOFTCAP * transform.temperature)
+        # An entropy's gradient is p (log p + H): H is known when a row is complete, and log p no longer is.
+        and not (entropy_gradient and use in (Use.SLOPES, Use.OBJECTIVE))
+        and device_serves(weight.device)
+    )
+
+
+def serves_shape(vocabulary: int, width: int) -> bool:
+    """Whether this kernel serves a `[V, H]` weight."""
+    return vocabulary % _GROUP == 0 and width % _WIDTH == 0 and width > 0
+
+
+@torch.compiler.assume_constant_result
+def device_serves(device: torch.device) -> bool:
+    """Whether a CUDA device runs the kernel."""
+    return _device_serves(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _device_serves(index: int) -> bool:
+    library = load_library()
+    return library is not None and bool(library.fastgrpo_fused_head_serves(index))
+
+
+def scratch_a_row(vocabulary: int) -> int:
+    """fp32 numbers of the kernel's own: four a strip, a shift and the target's product."""
+    return 4 * -(-vocabulary // _STRIP) + 2
+
+
+def bytes_a_row(call: HeadCall) -> int:
+    """
+    Bytes that a row of a chunk takes: 16-bit values where a gradient is wanted.
+
+    Else scratch, and hidden states that are picked out and rounded, which is little beside logits but all there is then.
+    """
+    vocabulary, width = call.weight.shape
+    return 4 * scratch_a_row(vocabulary) + 6 * width if call.use is Use.STATISTICS else 2 * vocabulary
+
+
+def prepare(call: HeadCall, accumulate: torch.dtype, chunk_rows: int, rows: int, collect: bool) -> FusedOperands:
+    """As `reference.prepare`, buffers included. Nothing but gradients is as large as a chunk, so a batch is one."""
+    weight, use, vocabulary = call.weight, call.use, call.weight.shape[0]
+    if collect:
+        chunk_rows = rows_a_batch(chunk_rows, MOST_CHUNKS_A_BATCH)
+    chunk_rows = max(1, min(chunk_rows, rows, _MOST_ROWS))
+    values = factors = at_target = scratch = None
+    if use is not Use.STATISTICS:
+        values = weight.new_empty(chunk_rows, pitch_of(vocabulary), dtype=torch.bfloat16)[:, :vocabulary]
+        at_target = weight.new_empty(chunk_rows, dtype=torch.float32)
+        factors = None if use is Use.GIVEN else torch.empty_like(at_target)
+    if use is not Use.GIVEN:
+        scratch = weight.new_empty(chunk_rows * scratch_a_row(vocabulary) + 1, dtype=torch.float32)
+    head = _operand(weight), None, call.transform, torch.bfloat16, accumulate
+    return FusedOperands(*head, chunk_rows, chunk_rows, values, factors, at_target, scratch)
+
+
+def head_pass(
+    hidden: Tensor,
+    targets: Tensor,
+    operands: FusedOperands,
+    with_entropy: bool,
+    with_grad: bool,
+    out: RowStatistics | None,
+) -> RowPass:
+    """As `reference.head_pass`, without an entropy's gradient."""
+    logprobs, entropy, lse = statistics(len(hidden), hidden, with_entropy, out)
+    grad = _gradients(operands, targets) if with_grad else None
+    parts = (None, None, None) if grad is None else (grad.values, grad.at_target, grad.factors)
+    torch.ops.fastgrpo.fused_pass(*_head(hidden, targets, operands), logprobs, lse, entropy, *parts, operands.scratch)
+    return RowPass(logprobs, entropy, lse, grad, None)
+
+
+def head_objective(
+    hidden: Tensor,
+    targets: Tensor,
+    operands: FusedOperands,
+    objective: TokenObjective,
+    with_entropy: bool,
+    out: RowStatistics | None,
+) -> RowPass:
+    """As `reference.head_objective`, without weights of entropies."""
+    logprobs, entropy, lse = statistics(len(hidden), hidden, with_entropy, out)
+    grad = _gradients(operands, targets)
+    rows, constants = objective_arguments(objective)
+    torch.ops.fastgrpo.fused_objective(
+        *_head(hidden, targets, operands),
+        logprobs,
+        lse,
+        entropy,
+        *rows,
+        *constants,
+        grad.values,
+        grad.at_target,
+        grad.factors,
+        operands.scratch,
+    )
+    return RowPass(logprobs, entropy, lse, grad, None)
+
+
+def head_grad(
+    hidden: Tensor,
+    targets: Tensor,
+    operands: FusedOperands,
+    logprobs: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor | None,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> UnroundedTargets:
+    """As `reference.head_grad`."""
+    grad = _gradients(operands, targets)
+    torch.ops.fastgrpo.fused_grad(
+        *_head(hidden, targets, operands),
+        logprobs,
+        lse,
+        entropy,
+        contiguous(grad_logprobs),
+        contiguous(grad_entropy),
+        grad.values,
+        grad.at_target,
+    )
+    return grad
+
+
+def back_project(grad: UnroundedTargets, operands: FusedOperands, out: Tensor | None) -> Tensor:
+    """As `reference.back_project`."""
+    if out is None:
+        out = torch.mm(grad.values, operands.weight, out_dtype=operands.accumulate)
+    else:
+        torch.mm(grad.values, operands.weight, out_dtype=operands.accumulate, out=out)
+    torch.ops.fastgrpo.finish_hidden_grad(
+        out, grad.factors, grad.at_target, grad.targets, operands.weight, operands.transform.outer
+    )
+    return out
+
+
+def add_weight_grad(total: Tensor | None, grad: UnroundedTargets, hidden: Tensor, operands: FusedOperands) -> Tensor:
+    """As `reference.add_weight_grad`."""
+    hidden, outer, beta = _operand(hidden), operands.transform.outer, 1.0
+    weighted = hidden
+    if grad.factors is not None:
+        # A sum over rows must take the factors before its product: in fp32, rounded once.
+        weighted = torch.empty_like(hidden)
+        torch.ops.fastgrpo.scale_rows(hidden, grad.factors, weighted)
+    if total is None:
+        total, beta = hidden.new_empty(operands.weight.shape, dtype=operands.accumulate), 0.0
+    torch.addmm(total, grad.values.t(), weighted, beta=beta, alpha=outer, out_dtype=operands.accumulate, out=total)
+    torch.ops.fastgrpo.add_to_targets(total, grad.at_target, grad.targets, hidden, outer)
+    return total
+
+
+def _gradients(operands: FusedOperands, targets: Tensor) -> UnroundedTargets:
+    """Memory for the gradients of rows with these targets."""
+    rows = len(targets)
+    factors = None if operands.factors is None else operands.factors[:rows]
+    return UnroundedTargets(operands.values[:rows], factors, operands.at_target[:rows], targets.contiguous())
+
+
+def _head(
+    hidden: Tensor, targets: Tensor, operands: FusedOperands
+) -> tuple[Tensor, Tensor, Tensor, float, float, float | None]:
+    transform = operands.transform
+    head = transform.temperature, transform.logit_scale, transform.softcap
+    return _operand(hidden), operands.weight, targets.contiguous(), *head
+
+
+def _operand(values: Tensor) -> Tensor:
+    """In bf16, contiguous, and at a multiple of 16 bytes, as the copies want it."""
+    values = values.to(torch.bfloat16).contiguous()
+    return values.clone() if values.data_ptr() % 16 else values

@@ -1,0 +1,440 @@
+"""The head with its passes inside the product, where a card has it: float64 truth, hard rows, and which calls it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from head_cases import check_against_float64
+from head_cases import make as make_on_cpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loss_cases import check_16_bit, objective
+from loss_cases import make as make_rows
+from torch import Tensor
+from truth import logits_float64, logprobs_float64, relative_error, worst_row_error
+
+from fastgrpo import linear_grpo_loss, linear_logprob
+from fastgrpo.kernels import fused_head
+from fastgrpo.kernels.library import library_info, load_library
+from fastgrpo.kernels.reference import HeadCall, Transform, Use
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(load_library() is None, reason=library_info().reason),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="the kernel is for compute capability 9.0",
+    ),
+]
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the fused passes that run."""
+    names: list[str] = []
+
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            names.append(function.__name__)
+            return function(*arguments)
+
+        return call
+
+    for name in ("head_pass", "head_objective", "head_grad"):
+        monkeypatch.setattr(fused_head, name, recorded(getattr(fused_head, name)))
+    return names
+
+
+def make(count: int, width: int, vocabulary: int, spread: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, targets, _ = make_on_cpu(count, width, vocabulary, BF16, spread)
+    return hidden.cuda(), weight.cuda(), targets.cuda()
+
+
+def run(
+    hidden: Tensor, weight: Tensor, targets: Tensor, frozen: bool, upstream: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    """Log-probs, entropies, and the gradients of hidden and weight."""
+    leaf, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_(not frozen)
+    out = linear_logprob(leaf, head, targets, return_entropy=True, entropy_requires_grad=False, **options)
+    grads = torch.autograd.grad(out.logprobs, [leaf] if frozen else [leaf, head], upstream)
+    return (*out, *grads)
+
+
+def truth(
+    hidden: Tensor, weight: Tensor, targets: Tensor, frozen: bool, upstream: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    leaf, head = hidden.double().requires_grad_(), weight.double().requires_grad_(not frozen)
+    logprobs, entropy = logprobs_float64(logits_float64(leaf, head, **options), targets)
+    grads = torch.autograd.grad(logprobs, [leaf] if frozen else [leaf, head], upstream.double())
+    return (logprobs.detach(), entropy.detach(), *grads)
+
+
+def check(found: tuple[Tensor, ...], exact: tuple[Tensor, ...], largest_logit: float) -> None:
+    limit = 1e-4 + 8 * 2**-24 * largest_logit
+    for name, ours, true in zip(("log-prob", "entropy"), found, exact, strict=False):
+        error = (ours - true).abs().max().item()
+        assert error <= limit, f"{name}: {error:.2e} > {limit:.2e}"
+    for ours, true in zip(found[2:], exact[2:], strict=True):
+        assert relative_error(ours, true) <= 3e-3
+        assert worst_row_error(ours, true) <= 2e-2
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    ("count", "width", "vocabulary"),
+    [
+        (1, 8, 32),
+        (7, 72, 96),
+        (127, 64, 256),
+        (128, 200, 288),
+        (129, 2048, 32000),
+        (255, 896, 151936),
+        (257, 64, 128256),
+        (300, 5120, 152064),
+        (513, 128, 262144),
+        (4097, 64, 4096),
+    ],
+)
+def test_equals_float64(calls, count, width, vocabulary, frozen):
+    hidden, weight, targets = make(count, width, vocabulary)
+    if count > 5:
+        targets[3], targets[5] = -100, vocabulary
+    upstream = torch.randn(count, device="cuda")
+    found = run(hidden, weight, targets, frozen, upstream, temperature=0.9, chunk_bytes=1 << 26)
+    check(found, truth(hidden, weight, targets, frozen, upstream, temperature=0.9), 100)
+    assert set(calls) == ({"head_pass"} if frozen else {"head_pass", "head_grad"})
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.05},
+        {"temperature": 10.0},
+        {"logit_scale": 0.0625},
+        {"softcap": 5.0},
+        {"softcap": 30.0, "temperature": 0.7, "logit_scale": 1.5},
+    ],
+)
+def test_every_way_from_products_to_logits(calls, frozen, options):
+    hidden, weight, targets = make(300, 128, 4096)
+    upstream = torch.randn(300, device="cuda")
+    found = run(hidden, weight, targets, frozen, upstream, **options)
+    check(found, truth(hidden, weight, targets, frozen, upstream, **options), 500)
+    assert calls
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("gradient_of", ["logprobs", "entropy"])
+def test_entropies_give_gradients(calls, gradient_of, frozen):
+    torch.manual_seed(0)
+    head = make_on_cpu(200, 64, 1024, BF16)
+    check_against_float64(*head, frozen=frozen, gradient_of=gradient_of, device="cuda")
+    assert "head_grad" in calls
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    count=st.integers(1, 300),
+    width=st.integers(1, 16).map(lambda n: 8 * n),
+    vocabulary=st.integers(1, 90).map(lambda n: 32 * n),
+    frozen=st.booleans(),
+    gradient_of=st.sampled_from(["logprobs", "entropy"]),
+    temperature=st.floats(0.3, 3.0),
+    softcap=st.one_of(st.none(), st.floats(5.0, 50.0)),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_float64_at_any_shape(count, width, vocabulary, seed, **options):
+    torch.manual_seed(seed)
+    head = make_on_cpu(count, width, vocabulary, BF16, spread=1.0)
+    check_against_float64(*head, device="cuda", odd=True, **options)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "sapo", "vespo"])
+def test_the_loss_in_one_pass_equals_float64(calls, loss_type, trains):
+    torch.manual_seed(1)
+    on_policy = loss_type == "vespo"
+    rows = make_rows((40, 0, 70, 1, 189), BF16, 1024, 64, on_policy=on_policy, trains=(trains, False))
+    check_16_bit(rows, objective(loss_type, beta=0.04), device="cuda")
+    assert "head_objective" in calls
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_logits_of_any_size(calls, frozen):
+    """Targets that no model would draw: shifts that are wrong by thousands of bits."""
+    hidden, weight, targets = make(300, 64, 4096)
+    scale = torch.logspace(-4, 4, 300, device="cuda").unsqueeze(1)
+    hidden = (hidden * scale).to(BF16)
+    upstream = torch.randn(300, device="cuda")
+    found = run(hidden, weight, targets, frozen, upstream)
+    exact = truth(hidden, weight, targets, frozen, upstream)
+    largest = logits_float64(hidden, weight).abs().amax(1)
+    assert largest.max() > 1e4
+    for ours, true in zip(found[:2], exact[:2], strict=True):
+        assert ((ours - true).abs() <= 1e-4 + 8 * 2**-24 * largest).all()
+    assert relative_error(found[2], exact[2]) <= 3e-3
+    assert worst_row_error(found[2] / scale, exact[2] / scale) <= 2e-2
+    assert calls
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_row_s_bits_do_not_depend_on_its_neighbours(calls, frozen):
+    """Nor on the chunk, nor on whether a neighbour's shift was wrong and all was done twice."""
+    hidden, weight, targets = make(600, 128, 32000)
+    upstream = torch.randn(600, device="cuda")
+    alone = run(hidden, weight, targets, frozen, upstream)
+    again = run(hidden, weight, targets, frozen, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(alone, again, strict=True))
+    order = torch.randperm(600, device="cuda")
+    permuted = run(hidden[order], weight, targets[order], frozen, upstream[order])
+    assert all(torch.equal(a, b[order]) for a, b in zip(permuted[:3], alone[:3], strict=True))
+    far = hidden.clone()
+    far[7] *= 1000
+    beside = run(far, weight, targets, frozen, upstream)
+    others = torch.arange(600, device="cuda") != 7
+    assert all(torch.equal(a[others], b[others]) for a, b in zip(beside[:3], alone[:3], strict=True))
+    in_parts = run(hidden, weight, targets, frozen, upstream, num_chunks=7)
+    assert all(torch.equal(a, b) for a, b in zip(in_parts[:2], alone[:2], strict=True))
+    assert calls
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_nan_row_stays_alone_and_ignored_rows_are_zero(calls, frozen):
+    hidden, weight, targets = make(9, 64, 4096)
+    hidden[4, 10] = hidden[7] = float("nan")
+    targets[7], targets[8] = -100, 4096
+    upstream = torch.randn(9, device="cuda")
+    for skip_ignored in (True, False):
+        logprobs, entropy, grad, *_ = run(hidden, weight, targets, frozen, upstream, skip_ignored=skip_ignored)
+        assert logprobs[4].isnan() and entropy[4].isnan() and grad[4].isnan().all()
+        assert logprobs[[7, 8]].eq(0).all() and entropy[[7, 8]].eq(0).all() and grad[[7, 8]].eq(0).all()
+        others = [0, 1, 2, 3, 5, 6]
+        clean = run(hidden[others], weight, targets[others], frozen, upstream[others])
+        assert all(torch.equal(a[others], b) for a, b in zip((logprobs, entropy, grad), clean[:3], strict=True))
+    assert calls
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_words_that_cannot_be_drawn(calls, frozen):
+    """Logits of -inf, of the target too."""
+    hidden, weight, targets = make(200, 64, 1024)
+    hidden[:, 0] = 1.0
+    weight[7, 0] = weight[300, 0] = -torch.inf
+    targets[targets == 7], targets[targets == 300] = 8, 8
+    upstream = torch.randn(200, device="cuda")
+    found = run(hidden, weight, targets, frozen, upstream)
+    finite = weight.clone()
+    finite[7, 0] = finite[300, 0] = -1e30
+    exact = truth(hidden, finite, targets, frozen, upstream)
+    for ours, true in zip(found[:2], exact[:2], strict=True):
+        assert (ours - true).abs().max() <= 1e-4
+    # What these words give to hidden is 0 x -inf, as in eager torch.
+    if not frozen:
+        assert relative_error(found[3], exact[3]) <= 3e-3
+    targets[5] = 7
+    hidden[5, 1:] *= 100  # the others' logits are far from the shift that such a target has
+    logprobs = linear_logprob(hidden, weight, targets).logprobs
+    others = torch.arange(200, device="cuda") != 5
+    assert logprobs[5] == -torch.inf and torch.equal(logprobs[others], found[0][others])
+    weight[:, 0] = -torch.inf
+    assert linear_logprob(hidden, weight, targets).logprobs.isnan().all()
+    assert calls
+
+
+def test_more_rows_than_a_call_counts(calls):
+    hidden, weight, targets = make((1 << 20) + 5, 8, 32)
+    logprobs = linear_logprob(hidden, weight, targets, num_chunks=1).logprobs
+    exact, _ = logprobs_float64(logits_float64(hidden, weight), targets)
+    assert (logprobs - exact).abs().max() < 1e-4
+    assert calls == ["head_pass", "head_pass"]
+
+
+def test_more_than_two_to_the_31_logits(calls):
+    hidden, weight, targets = make(16500, 64, 131104)
+    assert hidden.shape[0] * weight.shape[0] > 2**31
+    out = linear_logprob(hidden.requires_grad_(), weight, targets, num_chunks=1)
+    out.logprobs[-100:].sum().backward()
+    leaf = hidden[-100:].detach().double().requires_grad_()
+    logprobs, _ = logprobs_float64(logits_float64(leaf, weight), targets[-100:])
+    logprobs.sum().backward()
+    assert (out.logprobs[-100:] - logprobs).abs().max() < 1e-4
+    assert relative_error(hidden.grad[-100:], leaf.grad) <= 3e-3
+    assert calls == ["head_pass"]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_operands_that_copies_cannot_take_are_made_so(calls, frozen):
+    hidden, weight, targets = make(100, 64, 1024)
+    upstream = torch.randn(100, device="cuda")
+    plain = run(hidden, weight, targets, frozen, upstream)
+    wide = torch.zeros(100, 128, device="cuda", dtype=BF16)
+    wide[:, ::2] = hidden
+    offset = torch.zeros(1024 * 64 + 3, device="cuda", dtype=BF16)[3:].view(1024, 64).copy_(weight)
+    assert offset.data_ptr() % 16
+    for states, head in ((wide[:, ::2], weight), (hidden, offset)):
+        other = run(states, head, targets, frozen, upstream)
+        assert all(torch.equal(a, b) for a, b in zip(other, plain, strict=True))
+    masters = run(hidden.float(), weight.float(), targets, frozen, upstream, compute_dtype=BF16)
+    assert all(torch.equal(a, b) for a, b in zip(masters[:2], plain[:2], strict=True))
+    assert relative_error(masters[2], plain[2]) <= 3e-3
+
+
+def test_what_the_row_kernels_serve_instead():
+    weight = torch.empty(1024, 64, device="cuda", dtype=BF16)
+    call = HeadCall(weight, None, Transform(), BF16, Use.SLOPES)
+    assert fused_head.serves(call)
+    assert fused_head.serves(HeadCall(weight, None, Transform(0.7, 2.0, 30.0), BF16, Use.GIVEN, True))
+    assert fused_head.serves(call._replace(transform=Transform(1.0, 2e-6)))
+    others = {
+        "a vocabulary that is no multiple of 32": call._replace(weight=weight[:1000]),
+        "a width that is no multiple of 8": call._replace(weight=weight[:, :60].contiguous()),
+        "a transposed weight": call._replace(weight=weight.t().contiguous().t()),
+        "a bias": call._replace(bias=weight[:, 0]),
+        "a negative scale": call._replace(transform=Transform(1.0, -1.0)),
+        "a scale of almost nothing": call._replace(transform=Transform(1.0, 5e-7)),
+        "a scale beyond all": call._replace(transform=Transform(1e-7)),
+        "a softcap of many temperatures": call._replace(transform=Transform(0.1, 1.0, 30.0)),
+        "float16": call._replace(weight=weight.half(), compute_dtype=torch.float16),
+        "slopes of an entropy": call._replace(entropy_gradient=True),
+        "an entropy bonus": call._replace(use=Use.OBJECTIVE, entropy_gradient=True),
+    }
+    assert not [name for name, other in others.items() if fused_head.serves(other)]
+
+
+def test_rows_of_weight_that_train_beside_a_row_of_huge_shift(calls):
+    """A factor far below 1 times hidden states must not vanish."""
+    hidden, weight, targets = make(64, 64, 1024)
+    hidden[::2] *= 30
+    assert logits_float64(hidden, weight).abs().max() > 100
+    upstream = torch.full((64,), 1e-6, device="cuda")
+    found, exact = (f(hidden, weight, targets, False, upstream) for f in (run, truth))
+    assert relative_error(found[3], exact[3]) <= 3e-3
+    segments, advantages = torch.tensor([0, 64], device="cuda"), torch.tensor([1e-6], device="cuda")
+    leaf, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss, _ = linear_grpo_loss(leaf, head, targets, segments, advantages, objective("grpo"))
+    loss.backward()
+    ones = torch.full((64,), -1e-6 / 64, device="cuda")
+    exact = truth(hidden, weight, targets, False, ones)
+    assert relative_error(leaf.grad, exact[2]) <= 3e-3 and relative_error(head.grad, exact[3]) <= 3e-3
+    assert set(calls) == {"head_pass", "head_grad", "head_objective"}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_targets_that_repeat_and_targets_that_are_none(calls, frozen):
+    """What targets alone give is added up apart from the products: one word for half of the rows, in any order."""
+    hidden, weight, targets = make(5000, 72, 256)
+    targets[::2], targets[7], targets[9] = 5, -100, 256
+    upstream = torch.randn(5000, device="cuda")
+    found = run(hidden, weight, targets, frozen, upstream, skip_ignored=False)
+    check(found, truth(hidden, weight, targets, frozen, upstream), 100)
+    assert calls
+
+
+def arguments(count: int = 40, width: int = 64, vocabulary: int = 1056) -> dict[str, Any]:
+    """Of the op, with poison where it writes."""
+    hidden, weight, targets = make(count, width, vocabulary)
+    pitch, strips = -(-vocabulary // 64) * 64, -(-vocabulary // 256)
+    rows = torch.full((6, count), torch.nan, device="cuda")
+    grad = torch.full((count, pitch), torch.nan, device="cuda", dtype=BF16)[:, :vocabulary]
+    return {
+        "hidden": hidden, "weight": weight, "targets": targets, "temperature": 0.9, "logit_scale": 1.0, "softcap": None,
+        "logprobs": rows[0], "lse": rows[1], "entropy": rows[2], "grad": grad, "at_target": rows[3], "row_factors": rows[4],
+        "scratch": torch.full((count * (4 * strips + 2) + 1,), torch.nan, device="cuda"),
+    }  # fmt: skip
+
+
+def test_a_row_s_gradient_is_its_factor_times_the_values_but_for_the_target():
+    given = arguments()
+    torch.ops.fastgrpo.fused_pass(*given.values())
+    log_p = torch.log_softmax(logits_float64(given["hidden"], given["weight"], temperature=0.9), -1)
+    column = given["targets"].unsqueeze(1)
+    assert (
+        given["lse"] - logits_float64(given["hidden"], given["weight"], temperature=0.9).logsumexp(-1)
+    ).abs().max() < 1e-4
+    assert given["grad"].gather(1, column).eq(0).all()
+    found = (given["row_factors"].unsqueeze(1) * given["grad"]).scatter(1, column, given["at_target"].unsqueeze(1))
+    exact = torch.nn.functional.one_hot(given["targets"], log_p.shape[1]) - log_p.exp()
+    assert relative_error(found, exact) <= 2e-3
+    assert relative_error(given["at_target"], exact.gather(1, column).squeeze(1)) <= 1e-5
+
+
+def test_a_call_waits_for_its_own_stream():
+    """Hidden states that are late there, and are something else until then."""
+    given, outputs = arguments(), ("logprobs", "lse", "entropy", "grad", "at_target", "row_factors")
+    torch.ops.fastgrpo.fused_pass(*given.values())
+    expected = [given[name].clone() for name in outputs]
+    late, stream = arguments() | {name: given[name] for name in ("weight", "targets")}, torch.cuda.Stream()
+    late["hidden"] = torch.zeros_like(given["hidden"])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        late["hidden"].copy_(given["hidden"])
+        torch.ops.fastgrpo.fused_pass(*late.values())
+    stream.synchronize()
+    assert all(torch.equal(late[name], values) for name, values in zip(outputs, expected, strict=True))
+
+
+def test_no_logits_are_kept_without_a_gradient_and_16_bit_ones_with_one(calls):
+    hidden, weight, targets = make(8192, 64, 128256)
+    for frozen_grad, limit in ((False, 96), (True, 576)):
+        leaf = hidden.detach().requires_grad_(frozen_grad)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_logprob(leaf, weight, targets, return_entropy=True, entropy_requires_grad=False)
+        peak = (torch.cuda.max_memory_allocated() - before) / (1 << 20)
+        assert peak <= limit, f"{peak:.0f} MiB"
+    assert calls.count("head_pass") == 1 + 4
+
+
+def test_ids_of_32_bits():
+    given = arguments()
+    torch.ops.fastgrpo.fused_pass(*given.values())
+    short = arguments() | {name: given[name] for name in ("hidden", "weight")} | {"targets": given["targets"].int()}
+    torch.ops.fastgrpo.fused_pass(*short.values())
+    names = ("logprobs", "lse", "entropy", "grad", "at_target", "row_factors")
+    assert all(torch.equal(given[name], short[name]) for name in names)
+
+
+def test_an_entropy_bonus_in_one_pass_is_for_the_row_kernels(calls):
+    torch.manual_seed(2)
+    check_16_bit(
+        make_rows((40, 60), BF16, 1024, 64, trains=(True, False)), objective("dapo", entropy_coef=0.01), device="cuda"
+    )
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"hidden": lambda x: x.float()},
+            r"hidden is torch.float32 of shape \[40, 64\]; it must be contiguous torch.bfloat16",
+        ),
+        ({"hidden": lambda x: x[:, :60]}, r"hidden has shape \[40, 60\] and weight \[1056, 64\]; they must be"),
+        ({"weight": lambda x: x[:1000]}, r"weight has shape \[1000, 64\]; V must be a multiple of 32"),
+        ({"weight": lambda x: x.cpu()}, "weight is not on a CUDA device; move it to the device of hidden"),
+        ({"targets": lambda x: x.float()}, "targets is torch.float32; it must be torch.int32 or torch.int64"),
+        ({"targets": lambda x: x[:7]}, r"targets has shape \[7\]; it must be contiguous \[40\]"),
+        ({"logit_scale": lambda x: -x}, "logit_scale is -1; it must be above 0"),
+        ({"temperature": lambda x: 0.0}, "temperature is 0; it must be above 0"),
+        ({"grad": lambda x: x.float()}, "the gradient is torch.float32; it must be torch.bfloat16"),
+        ({"grad": lambda x: x[:, :96]}, r"the gradient has shape \[40, 96\]; it must be \[40, 1056\]"),
+        ({"at_target": lambda x: None}, "grad, at_target and row_factors go together"),
+        ({"scratch": lambda x: x[:50]}, "with 50 elements; it must be contiguous torch.float32 with at least 881"),
+    ],
+)
+def test_bad_arguments_are_named(wrong, message):
+    given = arguments()
+    (name, change), *_ = wrong.items()
+    given[name] = change(given[name])
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.fastgrpo.fused_pass(*given.values())
+    torch.cuda.synchronize()
