@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.bench == "train":
         from bench import train
 
-        run = train.run(device, options.precision, options.train, options.steps, options.quick)
+        run = train.run(device, options.precision, options.train, options.steps, options.quick, so_far)
     elif options.bench == "log":
         from bench import log
 

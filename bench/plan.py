@@ -22,6 +22,7 @@ from bench import report
 from bench.measure import extra_peak_bytes
 from bench.update import LORA_LAYERS, synthetic_batch
 from bench.workloads import Workload
+from fastgrpo.kernels.select import has_fused_head
 
 GB = 1e9
 PHASES = ("forward", "head", "layers", "optimizer")
@@ -167,6 +168,7 @@ def compare(setting: Setting, device: torch.device, quick: bool) -> dict[str, An
         num_generations=_COMPLETIONS,
         micro_batch=_COMPLETIONS,
         rollout="server",
+        fused_head=has_fused_head(device),
     )
     began = time.perf_counter()
     seen = _measure(setting, config, device, autocast)

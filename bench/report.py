@@ -19,6 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fastgrpo.kernels.backends import head_backend
+
 SCHEMA = 1
 TOLERANCE = 0.05
 _PACKAGES = (
@@ -143,7 +145,10 @@ def describe(run: dict) -> str:
     machine, versions = run["machine"], run["versions"]
     packages = " ".join(f"{name} {versions[name]}" for name in _PACKAGES if versions[name])
     load = "" if machine["load"] is None else f", load {machine['load']:.1f} at the end"
-    return f"{machine['name']}, {machine['threads']} threads{load}; {packages}; {run['date']}; {run['command']}"
+    # Runs that were stored before they said so have none.
+    head = "; ".join(f"head in {dtype}: {name}" for dtype, name in machine.get("head", {}).items())
+    parts = f"{machine['name']}, {machine['threads']} threads{load}", packages, head, run["date"], run["command"]
+    return "; ".join(part for part in parts if part)
 
 
 def _console() -> Console:
@@ -161,6 +166,10 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "head": {
+            str(dtype).removeprefix("torch."): head_backend(device.type, dtype).implementation
+            for dtype in (torch.bfloat16, torch.float32)
+        },
     }
 
 

@@ -55,7 +55,14 @@ class Training:
         return [step - generation for step, generation in zip(self.seconds, self.generation_seconds, strict=True)]
 
 
-def run(device: torch.device, precision: str, train: list[str], steps: int, quick: bool) -> dict[str, Any]:
+def run(
+    device: torch.device,
+    precision: str,
+    train: list[str],
+    steps: int,
+    quick: bool,
+    so_far: Callable[[dict], None] = lambda run: None,
+) -> dict[str, Any]:
     """
     Trains stock and patched from one seed with LoRA and in full, and prints times, memory and whether the first steps agree:
     which completions each drew, and the metrics on those of stock.
@@ -66,12 +73,14 @@ def run(device: torch.device, precision: str, train: list[str], steps: int, quic
         train: of `"lora"` (rank 16 on all linear layers) and `"full"`.
         steps: optimizer steps of each run; times are those after the first.
         quick: a tiny model, to see that everything works.
+        so_far: given what there is of the run after each kind of training.
 
     Returns:
         The run, see `report.record`.
     """
     report.quiet()
     workload = QUICK_TRAINED if quick else TRAINED
+    settings = {"workload": asdict(workload), "precision": precision, "steps": steps}
     lines: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for kind in train:
@@ -96,10 +105,10 @@ def run(device: torch.device, precision: str, train: list[str], steps: int, quic
             del lines[-1]["drawn"]
         if stock.peak_mib is not None and patched.peak_mib is not None:
             ratios[f"{key}/memory beside the model: fastgrpo over TRL"] = patched.peak_mib / stock.peak_mib
+        so_far(report.record("train", device, settings, lines, ratios))
     report.table(f"GRPO steps of {workload.name}, random weights, {precision}", _COLUMNS, _cells(lines))
     for line in lines:
         report.say(f"{line['case']}, {line['path']}, first step: {line['first_step']}")
-    settings = {"workload": asdict(workload), "precision": precision, "steps": steps}
     return report.record("train", device, settings, lines, ratios)
 
 
