@@ -126,8 +126,8 @@ __device__ __forceinline__ void produce(const Ring& ring, const CUtensorMap& hid
       ptx::mbarrier_arrive_expect_tx(full, kStageBytes);
       ptx::cp_async_bulk_tensor_2d(ring.hidden(stage), &hidden, box * kDepth, tile.row, full);
       ptx::cp_async_bulk_tensor_groups(ring.weight(stage) + rank * (kWeightBytes / kCluster), &weight, box * kDepth,
-                                             (tile.strip * kCluster + rank) * (kStrip / kCluster / kPermuted), full,
-                                             (1 << kCluster) - 1);
+                                        (tile.strip * kCluster + rank) * (kStrip / kCluster / kPermuted), full,
+                                        (1 << kCluster) - 1);
       stage.advance();
     }
   }
