@@ -435,7 +435,7 @@ def _use_of_scoring(hidden: Tensor, head: _Head, entropy_gradient: bool) -> Use:
         return Use.GIVEN
     # With an entropy's slope, either way takes three products.
     kernels = head_kernels(hidden.device, head.compute_dtype)
-    given = entropy_gradient and kernels.prefers_given(head.call(Use.SLOPES, entropy_gradient))
+    given = entropy_gradient and kernels.prefers_given(head.call(Use.GIVEN, entropy_gradient))
     return Use.GIVEN if given else Use.SLOPES
 
 

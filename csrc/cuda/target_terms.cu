@@ -23,7 +23,7 @@ __device__ __forceinline__ float4 multiply_add(float by, const float4& x, const 
 __device__ __forceinline__ float4 multiply(float by, const float4& x) { return {by * x.x, by * x.y, by * x.z, by * x.w}; }
 
 __global__ void finish_hidden_grad(float* out, const float* factors, const float* at_target, const std::int64_t* targets,
-                            const void* weight, std::int64_t vocabulary, float scale, int width) {
+                                   const void* weight, std::int64_t vocabulary, float scale, int width) {
   const std::int64_t row = blockIdx.x, target = targets[row];
   const bool has_target = target >= 0 && target < vocabulary;
   const float factor = scale * (factors == nullptr ? 1.f : factors[row]), term = has_target ? scale * at_target[row] : 0.f;
@@ -72,12 +72,12 @@ __global__ void add_to_targets(float* total, const float* at_target, const std::
 }  // namespace fastgrpo
 
 FASTGRPO_EXPORT int fastgrpo_finish_hidden_grad(float* out, const float* factors, const float* at_target, const std::int64_t* targets,
-                                         const void* weight, std::int64_t vocabulary, float scale, int rows, int width,
-                                         void* stream) {
+                                                const void* weight, std::int64_t vocabulary, float scale, int rows, int width,
+                                                void* stream) {
   using namespace fastgrpo;
   if (rows == 0 || width == 0) return 0;
   finish_hidden_grad<<<rows, kThreads, 0, static_cast<Stream>(stream)>>>(out, factors, at_target, targets, weight, vocabulary,
-                                                                     scale, width);
+                                                                         scale, width);
   return launch_status();
 }
 
@@ -87,6 +87,6 @@ FASTGRPO_EXPORT int fastgrpo_add_to_targets(float* total, const float* at_target
   using namespace fastgrpo;
   if (rows == 0 || width == 0) return 0;
   add_to_targets<<<rows, kThreads, 0, static_cast<Stream>(stream)>>>(total, at_target, targets, hidden, vocabulary, scale,
-                                                                        rows, width);
+                                                                     rows, width);
   return launch_status();
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgrpo.kernels import fused_head
 from fastgrpo.kernels.fused_head import FusedOperands
 from fastgrpo.kernels.library import row_is_read_once
-from fastgrpo.kernels.reference import HeadCall, Operands, RowPass, RowStatistics, TokenObjective, Use
+from fastgrpo.kernels.reference import HeadCall, Operands, RowPass, RowStatistics, TokenObjective
 from fastgrpo.kernels.rows import (
     Gradients,
     ScaledRows,
@@ -93,7 +93,7 @@ def prepare(
 
 def prefers_given(call: HeadCall) -> bool:
     """As `reference.prefers_given`: where only given coefficients let the fused kernel serve."""
-    return fused_head.serves(call._replace(use=Use.GIVEN))
+    return fused_head.serves(call)
 
 
 def bytes_a_row(call: HeadCall, with_entropy: bool) -> int:

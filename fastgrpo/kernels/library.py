@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LIBRARY_VARIABLE = "FASTGRPO_LIBRARY"
 FUSED_OPS = ("fused_pass", "fused_objective", "fused_grad", "finish_hidden_grad", "add_to_targets", "scale_rows")
-"""Those of compute capability 9.0."""
+"""Those behind the fused head, which is for compute capability 9.0."""
 OPS = (
     *FUSED_OPS,
     *("row_pass", "row_objective", "row_grad", "scale_round", "weigh_slopes", "merge_attention", "rotary"),

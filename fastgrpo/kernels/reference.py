@@ -132,7 +132,7 @@ def prepare(call: HeadCall, accumulate: torch.dtype, chunk_rows: int, rows: int,
 
 
 def prefers_given(call: HeadCall) -> bool:
-    """Whether the gradient of entropies under a frozen head is better computed with its logits again than as a slope."""
+    """Whether a frozen head's entropies get their gradient better as `call` says, from logits again, than as a slope."""
     return False
 
 
@@ -373,33 +373,14 @@ def head_pass(hidden: Tensor, targets: Tensor, operands: Operands, **options) ->
     return row_pass(project(hidden, operands), targets, operands, **options)
 
 
-def head_objective(
-    hidden: Tensor,
-    targets: Tensor,
-    operands: Operands,
-    objective: TokenObjective,
-    with_entropy: bool,
-    grad_out: Tensor | None,
-    out: RowStatistics | None = None,
-) -> RowPass:
-    """`row_objective` of the products of `[R, H]` hidden states."""
-    return row_objective(project(hidden, operands), targets, operands, objective, with_entropy, grad_out, out)
+def head_objective(hidden: Tensor, targets: Tensor, operands: Operands, *others, **options) -> RowPass:
+    """`row_objective`, with its other arguments, of the products of `[R, H]` hidden states."""
+    return row_objective(project(hidden, operands), targets, operands, *others, **options)
 
 
-def head_grad(
-    hidden: Tensor,
-    targets: Tensor,
-    operands: Operands,
-    logprobs: Tensor,
-    lse: Tensor,
-    grad_logprobs: Tensor | None,
-    entropy: Tensor | None,
-    grad_entropy: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
-    """`row_grad` of the products of `[R, H]` hidden states."""
-    products = project(hidden, operands)
-    return row_grad(products, targets, operands, logprobs, lse, grad_logprobs, entropy, grad_entropy, out)
+def head_grad(hidden: Tensor, targets: Tensor, operands: Operands, *others) -> Tensor:
+    """`row_grad`, with its other arguments, of the products of `[R, H]` hidden states."""
+    return row_grad(project(hidden, operands), targets, operands, *others)
 
 
 def total_loss(objective: TokenObjective, targets: Tensor, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
