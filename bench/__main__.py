@@ -55,7 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.bench == "train":
         from bench import train
 
-        run = train.run(device, options.precision, options.train, options.steps, options.quick, so_far)
+        run = train.run(
+            device, options.precision, options.train, options.steps, options.quick, options.repeatable, so_far
+        )
     elif options.bench == "log":
         from bench import log
 
@@ -139,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     trained.add_argument("--train", nargs="+", default=["lora", "full"], choices=["lora", "full"])
     train = benches.add_parser("train", parents=[common, trained], help="GRPO steps with generation, stock and patched")
     train.add_argument("--steps", type=int, default=4, help="optimizer steps of each run (default: 4)")
+    train.add_argument("--repeatable", action="store_true", help="without cuDNN's attention, which is not")
     rollout = benches.add_parser("rollout", parents=[common], help="weights to vLLM and whole steps, stock and patched")
     parts = ["sync", "steps", "large", "sleep"]
     rollout.add_argument("--part", nargs="+", default=parts, choices=parts, help="default: all")

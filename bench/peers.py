@@ -67,6 +67,11 @@ class Problem:
         return self.targets[self.scored]
 
     @cached_property
+    def segments(self) -> Tensor:
+        """`[B + 1]`: where each sequence's scored rows begin, and where the last one's end."""
+        return torch.nn.functional.pad(self.scored.sum(1).cumsum(0), (1, 0))
+
+    @cached_property
     def row_grads(self) -> Tensor:
         """`[N]`: d loss / d logprob of on-policy dapo, `-advantage / N`."""
         return (-self.advantages / self.rows.shape[0]).unsqueeze(1).expand(self.scored.shape)[self.scored]
@@ -259,10 +264,9 @@ def _fastgrpo(
 
 def _fastgrpo_loss(problem: Problem, task: str) -> Output:
     hidden, weight = problem.rows.detach().requires_grad_(), problem.weight.detach().requires_grad_()
-    segments = torch.nn.functional.pad(problem.scored.sum(1).cumsum(0), (1, 0))
     objective = fastgrpo.Objective(loss_type="dapo", num_items_in_batch=float(hidden.shape[0]))
     loss, stats = fastgrpo.linear_grpo_loss(
-        hidden, weight, problem.row_targets, segments, problem.advantages, objective, softcap=problem.softcap
+        hidden, weight, problem.row_targets, problem.segments, problem.advantages, objective, softcap=problem.softcap
     )
     loss.backward()
     return Output(stats.logprobs, hidden.grad, weight.grad)

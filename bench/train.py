@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ import transformers
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastgrpo
 from bench import report
@@ -29,6 +31,8 @@ from bench.workloads import QUICK, QWEN3_512, Workload
 
 # Of the metrics that TRL logs, those that the first step's forward decides; the others are times, counts or learning rates.
 _COMPARED = ("loss", "reward", "reward_std", "grad_norm", "entropy", "kl", "clip_ratio/region_mean")
+# All that torch chooses from, without CUDNN_ATTENTION.
+_REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _COLUMNS = ("", "step s", "generation s", "rest s", "rest / ours", "peak MiB beside the model", "first step as stock's")
 
 TRAINED = replace(QWEN3_512, name="Qwen3-1.7B", completion_median=100, completion_max=256)
@@ -61,6 +65,7 @@ def run(
     train: list[str],
     steps: int,
     quick: bool,
+    repeatable: bool = False,
     so_far: Callable[[dict], None] = lambda run: None,
 ) -> dict[str, Any]:
     """
@@ -73,6 +78,8 @@ def run(
         train: of `"lora"` (rank 16 on all linear layers) and `"full"`.
         steps: optimizer steps of each run; times are those after the first.
         quick: a tiny model, to see that everything works.
+        repeatable: without cuDNN's attention. Torch chooses it for generation on a GPU, and what it gives differs in its last
+            bits from one call to the next, so that two runs of stock TRL draw other completions, too.
         so_far: given what there is of the run after each kind of training.
 
     Returns:
@@ -80,12 +87,13 @@ def run(
     """
     report.quiet()
     workload = QUICK_TRAINED if quick else TRAINED
-    settings = {"workload": asdict(workload), "precision": precision, "steps": steps}
+    settings = {"workload": asdict(workload), "precision": precision, "steps": steps, "repeatable": repeatable}
     lines: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for kind in train:
-        stock = train_once(workload, device, precision, kind, steps, patched=False)
-        patched = train_once(workload, device, precision, kind, steps, patched=True, replayed=stock.drawn)
+        with sdpa_kernel(_REPEATABLE) if repeatable else nullcontext():
+            stock = train_once(workload, device, precision, kind, steps, patched=False)
+            patched = train_once(workload, device, precision, kind, steps, patched=True, replayed=stock.drawn)
         trainings = {STOCK: stock, PATCHED: patched}
         rest = {name: statistics.median(training.rest_seconds[1:]) for name, training in trainings.items()}
         key = f"{workload.name}/{precision}/{kind}"

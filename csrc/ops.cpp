@@ -497,6 +497,13 @@ struct RowsOf {
     return tensor.data_ptr();
   }
 
+  // [R, H].
+  void* matrix_of_rows(const char* name, const Tensor& tensor, ScalarType type) const {
+    void* data = matrix(name, tensor, type);
+    if (tensor.size(0) != check.rows) fail(check.op, ": ", name, " has ", tensor.size(0), " rows; it must have ", check.rows, ".");
+    return data;
+  }
+
   const int64_t* targets(const Tensor& targets) const {
     check.on_device("targets", targets);
     if (targets.scalar_type() != ScalarType::Long || targets.dim() != 1 || targets.size(0) != check.rows ||
@@ -532,10 +539,34 @@ void add_to_targets(const Tensor& total, const Tensor& at_target, const Tensor& 
               total.size(0), static_cast<float>(scale));
 }
 
+void take_targets(const Tensor& values, const Tensor& targets, const Tensor& out) {
+  const RowsOf rows("take_targets", "values", values);
+  rows.check.matrix("values", values);
+  rows.check.on_device("out", out);
+  if (values.scalar_type() != ScalarType::BFloat16 || out.scalar_type() != ScalarType::BFloat16) {
+    fail("take_targets: values is ", name_of(values.scalar_type()), " and out ", name_of(out.scalar_type()),
+         "; both must be torch.bfloat16.");
+  }
+  if (out.dim() != 2 || out.size(0) != rows.check.rows || out.size(1) < rows.check.rows || !out.is_contiguous()) {
+    fail("take_targets: out has shape ", shape_of(out), "; it must be contiguous [", rows.check.rows, ", ", rows.check.rows,
+         " or more].");
+  }
+  rows.launch(fastgrpo_take_targets, values.data_ptr(), values.stride(0), rows.targets(targets), out.data_ptr(), out.size(1));
+}
+
+void round_at_targets(const Tensor& total, const Tensor& sums, const Tensor& at_target, const Tensor& targets,
+                      const Tensor& hidden, double scale) {
+  const RowsOf rows("round_at_targets", "hidden", hidden);
+  void* into = rows.matrix("total", total, ScalarType::BFloat16);
+  const auto* others = static_cast<const float*>(rows.matrix_of_rows("sums", sums, ScalarType::Float));
+  const void* states = rows.matrix("hidden", hidden, ScalarType::BFloat16);
+  rows.launch(fastgrpo_round_at_targets, into, others, rows.check.values("at_target", at_target), rows.targets(targets), states,
+              total.size(0), static_cast<float>(scale));
+}
+
 void scale_rows(const Tensor& hidden, const Tensor& factors, const Tensor& out) {
   const RowsOf rows("scale_rows", "hidden", hidden);
-  void* into = rows.matrix("out", out, ScalarType::BFloat16);
-  if (out.size(0) != rows.check.rows) fail("scale_rows: out has ", out.size(0), " rows; it must have ", rows.check.rows, ".");
+  void* into = rows.matrix_of_rows("out", out, ScalarType::BFloat16);
   const void* values = rows.matrix("hidden", hidden, ScalarType::BFloat16);
   rows.launch(fastgrpo_scale_rows, values, rows.check.values("factors", factors), into);
 }
@@ -920,6 +951,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastgrpo, m) {
   m.def(
       "finish_hidden_grad(Tensor(a!) out, Tensor? factors, Tensor at_target, Tensor targets, Tensor weight, float scale) -> ()");
   m.def("add_to_targets(Tensor(a!) total, Tensor at_target, Tensor targets, Tensor hidden, float scale) -> ()");
+  m.def("take_targets(Tensor values, Tensor targets, Tensor(a!) out) -> ()");
+  m.def("round_at_targets(Tensor(a!) total, Tensor sums, Tensor at_target, Tensor targets, Tensor hidden, float scale) -> ()");
   m.def("scale_rows(Tensor hidden, Tensor factors, Tensor(a!) out) -> ()");
   m.def("scale_round(Tensor values, Tensor factor, Tensor(a!) out) -> ()");
   m.def(
@@ -966,6 +999,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastgrpo, CompositeExplicitAutograd, m) {
   m.impl("fused_grad", TORCH_BOX(&fastgrpo::fused_grad));
   m.impl("finish_hidden_grad", TORCH_BOX(&fastgrpo::finish_hidden_grad));
   m.impl("add_to_targets", TORCH_BOX(&fastgrpo::add_to_targets));
+  m.impl("take_targets", TORCH_BOX(&fastgrpo::take_targets));
+  m.impl("round_at_targets", TORCH_BOX(&fastgrpo::round_at_targets));
   m.impl("scale_rows", TORCH_BOX(&fastgrpo::scale_rows));
   m.impl("scale_round", TORCH_BOX(&fastgrpo::scale_round));
   m.impl("weigh_slopes", TORCH_BOX(&fastgrpo::weigh_slopes));

@@ -8,20 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+# Types of arguments that nothing traces; the others are looked at one by one, which takes longer.
+_PLAIN = {Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, float, int, str, list}
 
 
-def with_autograd(op: Any, setup_context: Callable[..., None], backward: Callable[..., Any]) -> Callable[..., Any]:
+def with_autograd(
+    op: Any,
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    direct: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
     """
     Registers the autograd of a custom op, and returns how to call the op with the least work.
 
     Args:
         op: from `torch.library.custom_op`.
         setup_context, backward: as `op.register_autograd` takes them.
+        direct: forward and backward of a `torch.autograd.Function` for where nothing traces; they need not keep to the op's
+            results. None: of the op's own function and the two above.
 
     Returns:
-        A function of the op's arguments: the op itself where something traces, else a `torch.autograd.Function` of the same
-        three functions, and without gradients the op's own function.
+        A function of the op's arguments: the op itself where something traces, else the `torch.autograd.Function`, and without
+        gradients the op's own function.
     """
     op.register_autograd(backward, setup_context=setup_context)
     body = _body(op)
@@ -32,7 +40,7 @@ def with_autograd(op: Any, setup_context: Callable[..., None], backward: Callabl
         setup_context(ctx, arguments, results)
         return results
 
-    methods = {"forward": forward, "backward": backward}
+    methods = dict(zip(("forward", "backward"), direct or (forward, backward), strict=True))
     function = type(body.__name__, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
 
     def run(*arguments: Any) -> Any:
@@ -63,5 +71,5 @@ def _traced(arguments: tuple[Any, ...]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in arguments)
+        or any(type(x) not in _PLAIN and isinstance(x, Tensor) for x in arguments)
     )

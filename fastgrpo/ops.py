@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastgrpo.direct import with_autograd, without_autograd
-from fastgrpo.kernels.reference import HeadCall, Operands, RowPass, RowStatistics, TokenObjective, Transform, Use
+from fastgrpo.kernels.reference import (
+    HeadCall,
+    Operands,
+    RoundingProduct,
+    RowPass,
+    RowStatistics,
+    TokenObjective,
+    Transform,
+    Use,
+)
 from fastgrpo.kernels.select import head_kernels
 from fastgrpo.objective import LOSS_TYPES, Objective, token_grad, token_terms
 
@@ -78,8 +89,8 @@ def linear_logprob_op(
         operands = kernels.prepare(call, dtype, chunk_rows, _length(rows), collect=False)
         for index in _split(rows, count, operands.chunk_rows):
             result = kernels.head_pass(
-                hidden[index],
-                targets[index],
+                _take(hidden, index),
+                _take(targets, index),
                 operands,
                 with_entropy=with_entropy,
                 with_logprob_grad=with_logprob_slope,
@@ -260,14 +271,14 @@ def linear_logprob_backward_op(
             collected = kernels.gradient_buffer(operands, _length(batch))
             for index, out in _chunks(batch, operands, collected):
                 grad = kernels.head_grad(
-                    hidden[index],
-                    targets[index],
+                    _take(hidden, index),
+                    _take(targets, index),
                     operands,
-                    logprobs[index],
-                    lse[index],
-                    None if grad_logprobs is None else grad_logprobs[index].to(dtype),
-                    None if grad_entropy is None else entropy[index],
-                    None if grad_entropy is None else grad_entropy[index].to(dtype),
+                    _take(logprobs, index),
+                    _take(lse, index),
+                    None if grad_logprobs is None else _take(grad_logprobs, index).to(dtype),
+                    None if grad_entropy is None else _take(entropy, index),
+                    None if grad_entropy is None else _take(grad_entropy, index).to(dtype),
                     out,
                 )
             gradients.add(kernels, batch, grad if collected is None else collected)
@@ -361,13 +372,46 @@ def linear_grpo_op(
         loss (0-d), logprobs `[N]`, entropy `[N]`, and d loss / d hidden, weight, bias, all in fp32 (fp64); empty where
         unused.
     """
+    loss, statistics, gradients = _one_pass(
+        hidden, weight, targets, bias, advantages, old_logprobs, ref_logprobs, multiplier, phi, token_weights,
+        entropy_weights, temperature, logit_scale, softcap, chunk_rows, compute_dtype, loss_type, constants, with_entropy,
+        need_hidden, need_weight, need_bias,
+    )  # fmt: skip
+    return loss, statistics.logprobs, statistics.entropy, *gradients.result()
+
+
+def _one_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    advantages: Tensor,
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    multiplier: Tensor | None,
+    phi: Tensor | None,
+    token_weights: Tensor,
+    entropy_weights: Tensor | None,
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    chunk_rows: int,
+    compute_dtype: torch.dtype,
+    loss_type: str,
+    constants: list[float],
+    with_entropy: bool,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, _Statistics, _HeadGradients]:
+    """What `fastgrpo::linear_grpo` does, up to what its gradients are returned as."""
     transform = Transform(temperature, logit_scale, softcap)
-    objective = objective_from_constants(loss_type, constants)
+    objective = _known_objective(loss_type, *constants)
     dtype = accumulation_dtype(compute_dtype)
 
     def tokens(index: Rows) -> TokenObjective:
         advantage, *others, weights, entropy_weight = (
-            None if x is None else x[index]
+            None if x is None else _take(x, index)
             for x in (advantages, old_logprobs, ref_logprobs, multiplier, phi, token_weights, entropy_weights)
         )
 
@@ -407,8 +451,8 @@ def linear_grpo_op(
             collected = kernels.gradient_buffer(operands, _length(batch))
             for index, out in _chunks(batch, operands, collected):
                 result = kernels.head_objective(
-                    hidden[index],
-                    targets[index],
+                    _take(hidden, index),
+                    _take(targets, index),
                     operands,
                     tokens(index),
                     with_entropy,
@@ -419,12 +463,16 @@ def linear_grpo_op(
             gradients.add(kernels, batch, result.logprob_grad if collected is None else collected)
         for index in _split(others, hidden.shape[0], operands.chunk_rows):
             result = kernels.head_pass(
-                hidden[index], targets[index], operands, with_entropy=with_entropy, out=statistics.part(index)
+                _take(hidden, index),
+                _take(targets, index),
+                operands,
+                with_entropy=with_entropy,
+                out=statistics.part(index),
             )
             statistics.keep(index, result)
     entropy = statistics.entropy if with_entropy else None
-    loss = kernels.total_loss(tokens(slice(None)), targets, statistics.logprobs, entropy)
-    return loss, statistics.logprobs, statistics.entropy, *gradients.result()
+    loss = kernels.total_loss(tokens(slice(0, hidden.shape[0])), targets, statistics.logprobs, entropy)
+    return loss, statistics, gradients
 
 
 @linear_grpo_op.register_fake
@@ -473,17 +521,50 @@ def _grpo_context(ctx, inputs, output) -> None:
 
 
 def _grpo_backward(ctx, grad_loss, *_):
+    return tuple(_scaled_sums(ctx, grad_loss, ctx.saved_tensors))
+
+
+def _scaled_sums(ctx, grad_loss: Tensor | None, sums: tuple[Tensor, ...]) -> list[Tensor | None]:
     grads = [None] * ctx.inputs
     if grad_loss is not None:
         # hidden, weight and bias are inputs 0, 1 and 3.
-        for position, need, grad, dtype in zip((0, 1, 3), ctx.needs, ctx.saved_tensors, ctx.dtypes, strict=True):
+        for position, need, grad, dtype in zip((0, 1, 3), ctx.needs, sums, ctx.dtypes, strict=True):
             if need:
                 grads[position] = _scale_gradient(grad_loss, grad, dtype)
+    return grads
+
+
+def _postponing_forward(ctx, *inputs):
+    """Where nothing traces, the weight's product may wait for the factor that the backward brings."""
+    loss, statistics, gradients = _one_pass(*inputs)
+    outputs, sums, product = (loss, statistics.logprobs, statistics.entropy), gradients.sums(), gradients.product
+    _grpo_context(ctx, inputs, (*outputs, *sums))
+    ctx.product = None
+    if product is not None:
+        need_hidden, _, need_bias = ctx.needs
+        ctx.needs = need_hidden, False, need_bias
+        # What autograd saves goes when the backward has used it, and must not change until then.
+        ctx.save_for_backward(*sums, product.hidden, *product.grad)
+        ctx.product = product._replace(hidden=None, grad=None)
+        ctx.kind = type(product.grad)
+    return outputs
+
+
+def _postponing_backward(ctx, grad_loss, *_):
+    if torch.is_grad_enabled():
+        _refuse_second_derivatives(ctx)
+    saved = ctx.saved_tensors
+    grads = _scaled_sums(ctx, grad_loss, saved[:3])
+    if ctx.product is not None and grad_loss is not None and ctx.needs_input_grad[1]:
+        product = ctx.product._replace(hidden=saved[3], grad=ctx.kind(*saved[4:]))
+        grads[1] = product.run(grad_loss, ctx.dtypes[1])
     return tuple(grads)
 
 
-run_linear_grpo = with_autograd(linear_grpo_op, _grpo_context, _grpo_backward)
-"""`fastgrpo::linear_grpo` with the least work around it."""
+run_linear_grpo = with_autograd(
+    linear_grpo_op, _grpo_context, _grpo_backward, direct=(_postponing_forward, _postponing_backward)
+)
+"""`fastgrpo::linear_grpo` with the least work around it; behind log-probs and entropy only the op itself has the gradients."""
 
 
 def objective_constants(objective: Objective) -> list[float]:
@@ -515,6 +596,24 @@ def objective_from_constants(loss_type: str, constants: list[float]) -> Objectiv
     )
 
 
+@lru_cache(maxsize=16)
+def _known_objective(loss_type: str, *constants: float) -> Objective:
+    return objective_from_constants(loss_type, list(constants))
+
+
+class _WeightProduct(NamedTuple):
+    """A weight's gradient but for its last factor and its dtype; what `function` takes of the one batch that it comes from."""
+
+    function: RoundingProduct
+    outer: float
+    hidden: Tensor | None
+    grad: Any
+
+    def run(self, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The gradient."""
+        return self.function(self.grad, self.hidden, self.outer, factor, dtype)
+
+
 class _HeadGradients:
     """
     Sums of the head's gradients over chunks, in fp32 (fp64). `rows`: how many are computed.
@@ -535,7 +634,7 @@ class _HeadGradients:
         rows: int,
         rounded: bool,
     ) -> None:
-        self.hidden, self.weight, self.bias, self.rounded = hidden, weight, bias, rounded
+        self.hidden, self.weight, self.bias, self.rows, self.rounded = hidden, weight, bias, rows, rounded
         self.operands = operands
         self.needs = need_hidden, need_weight, need_bias
         dtype = operands.accumulate
@@ -543,29 +642,45 @@ class _HeadGradients:
             need_hidden, hidden, hidden.shape, hidden.dtype if rounded else dtype, rows == hidden.shape[0]
         )
         self.grad_weight: Tensor | None = None
+        self.product: _WeightProduct | None = None
         self.grad_bias = _zeros_if(need_bias, weight, weight.shape[:1], dtype)
 
     def add(self, kernels: ModuleType, index: Rows, grad: Tensor) -> None:
         """Adds a batch of rows, whose products receive `grad` (`[R, V]`, as `kernels` gave it)."""
         need_hidden, need_weight, need_bias = self.needs
+        operands = self.operands
         if need_hidden:
-            part = _part(self.grad_hidden, index) if self.grad_hidden.dtype == self.operands.accumulate else None
-            grad_hidden = kernels.back_project(grad, self.operands, part)
+            part = _part(self.grad_hidden, index) if self.grad_hidden.dtype == operands.accumulate else None
+            grad_hidden = kernels.back_project(grad, operands, part)
             _put(self.grad_hidden, index, grad_hidden.to(self.grad_hidden.dtype), part)
         if need_weight:
-            self.grad_weight = kernels.add_weight_grad(self.grad_weight, grad, self.hidden[index], self.operands)
+            hidden, is_only = _take(self.hidden, index), _length(index) == self.rows
+            product = kernels.rounding_product(grad, self.weight.shape[1]) if is_only else None
+            if product is None:
+                self.grad_weight = kernels.add_weight_grad(self.grad_weight, grad, hidden, operands)
+            else:
+                self.product = _WeightProduct(product, operands.transform.outer, hidden, grad)
         if need_bias:
-            self.grad_bias.add_(kernels.bias_grad(grad, self.operands), alpha=self.operands.transform.outer)
+            self.grad_bias.add_(kernels.bias_grad(grad, operands), alpha=operands.transform.outer)
+
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of hidden, weight and bias as they were summed; empty where not needed, or where `product` is to come."""
+        grad_weight = self.grad_weight
+        if grad_weight is None:
+            wanted = self.needs[1] and self.product is None
+            grad_weight = _zeros_if(wanted, self.weight, self.weight.shape, self.operands.accumulate)
+        return self.grad_hidden, grad_weight, self.grad_bias
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of hidden, weight and bias; empty where not needed."""
-        grad_weight = self.grad_weight
-        if grad_weight is None:
-            grad_weight = _zeros_if(self.needs[1], self.weight, self.weight.shape, self.operands.accumulate)
-        if not self.rounded:
-            return self.grad_hidden, grad_weight, self.grad_bias
-        bias_dtype = self.weight.dtype if self.bias is None else self.bias.dtype
-        return self.grad_hidden, grad_weight.to(self.weight.dtype), self.grad_bias.to(bias_dtype)
+        grad_hidden, grad_weight, grad_bias = self.sums()
+        weight_dtype = self.weight.dtype if self.rounded else grad_weight.dtype
+        if self.product is not None:
+            grad_weight = self.product.run(None, weight_dtype)
+        bias_dtype = (
+            grad_bias.dtype if not self.rounded else self.weight.dtype if self.bias is None else self.bias.dtype
+        )
+        return grad_hidden, grad_weight.to(weight_dtype), grad_bias.to(bias_dtype)
 
 
 def _rounding_kernels(values: Tensor, dtype: torch.dtype) -> ModuleType:
@@ -605,9 +720,16 @@ def _length(rows: Rows) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
 
 
+def _take(values: Tensor, rows: Rows) -> Tensor:
+    """`values[rows]`; where that is all of them, without the view, which takes the host microseconds."""
+    if isinstance(rows, slice) and rows.start == 0 and rows.stop == values.shape[0]:
+        return values
+    return values[rows]
+
+
 def _part(target: Tensor, rows: Rows) -> Tensor | None:
     """`target[rows]` where that is memory of `target`."""
-    return target[rows] if isinstance(rows, slice) else None
+    return _take(target, rows) if isinstance(rows, slice) else None
 
 
 def _put(target: Tensor, rows: Rows, values: Tensor, part: Tensor | None = None) -> None:
@@ -636,8 +758,8 @@ class _Statistics:
         """Where a kernel may write the statistics of these rows; None: nowhere, `keep` copies them."""
         self._part = None
         if isinstance(rows, slice):
-            entropy = self.entropy[rows] if self.with_entropy else None
-            self._part = RowStatistics(self.logprobs[rows], entropy, self.lse[rows])
+            entropy = _take(self.entropy, rows) if self.with_entropy else None
+            self._part = RowStatistics(_take(self.logprobs, rows), entropy, _take(self.lse, rows))
         return self._part
 
     def keep(self, rows: Rows, result: RowPass) -> None:

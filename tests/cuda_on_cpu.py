@@ -28,9 +28,16 @@ def serve_on_the_cpu(monkeypatch: pytest.MonkeyPatch, ops: dict[str, Callable[..
         return result if out is None else out.copy_(result)
 
     def more_products(
-        total: Tensor, a: Tensor, b: Tensor, *, beta: float, alpha: float, out_dtype: torch.dtype, out: Tensor
+        total: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        beta: float,
+        alpha: float,
+        out: Tensor,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        result = alpha * products(a, b, out_dtype=out_dtype)
+        result = alpha * products(a, b, out_dtype=out_dtype or torch.float32)
         return out.copy_(result if beta == 0 else result + beta * total)
 
     ops = {"compact_rows": _compact_rows, "scale_round": lambda values, factor, out: out.copy_(values * factor)} | ops

@@ -4,6 +4,9 @@
 //                      of the target's row of weight
 // add_to_targets:      of weight, a block a row: it ends where an earlier row has the same target, else it adds up all that have it,
 //                      in their order. 2 bytes a value, 4 + 4 for each row of the total, and the targets once or more for every row
+// take_targets:        16-bit gradients of each row at the targets of all, a block a row: a sector of 32 bytes and 2 a value
+// round_at_targets:    as add_to_targets where the total is rounded already: those of its rows are written anew from the others' sums in fp32;
+//                      2 bytes a value, 4 + 2 for each row of the total, and the targets as often
 #include "target_terms.h"
 
 #include "../export.h"
@@ -34,8 +37,10 @@ __global__ void finish_hidden_grad(float* out, const float* factors, const float
   }
 }
 
-__global__ void add_to_targets(float* total, const float* at_target, const std::int64_t* targets, const void* hidden,
-                               std::int64_t vocabulary, float scale, int rows, int width) {
+// `sums`: what other rows give to each row's target, and then `total` is bfloat16; null: `total` has it, in fp32.
+template <bool kRounded>
+__global__ void add_to_targets(void* total, const float* sums, const float* at_target, const std::int64_t* targets,
+                               const void* hidden, std::int64_t vocabulary, float scale, int rows, int width) {
   __shared__ int matches[kThreads], slots[kThreads / kGroup];
   const int row = blockIdx.x;
   const std::int64_t target = targets[row];
@@ -62,9 +67,26 @@ __global__ void add_to_targets(float* total, const float* at_target, const std::
       __syncthreads();
     }
     if (place < width / 4) {
-      float4* into = reinterpret_cast<float4*>(total + target * width) + place;
-      *into = multiply_add(1.f, sum, *into);
+      const std::int64_t into = target * (width / 4) + place;
+      if constexpr (kRounded) {
+        sum = multiply_add(1.f, sum, reinterpret_cast<const float4*>(sums)[static_cast<std::int64_t>(row) * (width / 4) + place]);
+        static_cast<uint2*>(total)[into] = {BFloat16::round2(sum.x, sum.y), BFloat16::round2(sum.z, sum.w)};
+      } else {
+        float4& value = static_cast<float4*>(total)[into];
+        value = multiply_add(1.f, sum, value);
+      }
     }
+  }
+}
+
+__global__ void take_targets(const std::uint16_t* values, std::int64_t pitch, const std::int64_t* targets, std::uint16_t* out,
+                             std::int64_t out_pitch, int rows, int vocabulary) {
+  const std::int64_t row = blockIdx.x;
+#pragma unroll 4
+  for (int column = threadIdx.x; column < rows; column += kThreads) {
+    const std::int64_t target = targets[column];
+    const bool has_target = target >= 0 && target < vocabulary;
+    out[row * out_pitch + column] = has_target ? values[row * pitch + target] : std::uint16_t{0};
   }
 }
 
@@ -86,7 +108,26 @@ FASTGRPO_EXPORT int fastgrpo_add_to_targets(float* total, const float* at_target
                                             void* stream) {
   using namespace fastgrpo;
   if (rows == 0 || width == 0) return 0;
-  add_to_targets<<<rows, kThreads, 0, static_cast<Stream>(stream)>>>(total, at_target, targets, hidden, vocabulary, scale,
-                                                                     rows, width);
+  add_to_targets<false><<<rows, kThreads, 0, static_cast<Stream>(stream)>>>(total, nullptr, at_target, targets, hidden,
+                                                                            vocabulary, scale, rows, width);
+  return launch_status();
+}
+
+FASTGRPO_EXPORT int fastgrpo_round_at_targets(void* total, const float* sums, const float* at_target,
+                                              const std::int64_t* targets, const void* hidden, std::int64_t vocabulary,
+                                              float scale, int rows, int width, void* stream) {
+  using namespace fastgrpo;
+  if (rows == 0 || width == 0) return 0;
+  add_to_targets<true><<<rows, kThreads, 0, static_cast<Stream>(stream)>>>(total, sums, at_target, targets, hidden, vocabulary,
+                                                                           scale, rows, width);
+  return launch_status();
+}
+
+FASTGRPO_EXPORT int fastgrpo_take_targets(const void* values, std::int64_t pitch, const std::int64_t* targets, void* out,
+                                          std::int64_t out_pitch, int rows, int vocabulary, void* stream) {
+  using namespace fastgrpo;
+  if (rows == 0) return 0;
+  take_targets<<<rows, kThreads, 0, static_cast<Stream>(stream)>>>(static_cast<const std::uint16_t*>(values), pitch, targets,
+                                                                   static_cast<std::uint16_t*>(out), out_pitch, rows, vocabulary);
   return launch_status();
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgrpo.kernels import fused_head
 from fastgrpo.kernels.fused_head import FusedOperands
 from fastgrpo.kernels.library import row_is_read_once
-from fastgrpo.kernels.reference import HeadCall, Operands, RowPass, RowStatistics, TokenObjective
+from fastgrpo.kernels.reference import HeadCall, Operands, RoundingProduct, RowPass, RowStatistics, TokenObjective
 from fastgrpo.kernels.rows import (
     Gradients,
     ScaledRows,
@@ -322,6 +322,14 @@ def add_weight_grad(
     if total is None:
         total, beta = hidden.new_empty(values.shape[1], hidden.shape[1], dtype=operands.accumulate), 0.0
     return torch.addmm(total, values.t(), hidden, beta=beta, alpha=alpha, out_dtype=operands.accumulate, out=total)
+
+
+def rounding_product(grad: Gradients, width: int) -> RoundingProduct | None:
+    """As `reference.rounding_product`."""
+    if not isinstance(grad, UnroundedTargets):
+        return None
+    kept = grad.values.untyped_storage().nbytes()
+    return fused_head.rounded_weight_grad if fused_head.rounds_at_once(kept, grad.values.shape[1], width) else None
 
 
 def bias_grad(grad: Tensor | ScaledRows, operands: CudaOperands) -> Tensor:

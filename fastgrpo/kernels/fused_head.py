@@ -35,6 +35,8 @@ _LARGEST_SOFTCAP = 128.0
 _MOST_ROWS = 1 << 20
 # A chunk holds gradients alone.
 MOST_CHUNKS_A_BATCH = 4
+# A product of a smaller result may be cut along its sum, and the parts be added up in 16 bit.
+_LEAST_WEIGHT = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -203,24 +205,69 @@ def back_project(grad: UnroundedTargets, operands: FusedOperands, out: Tensor | 
 
 def add_weight_grad(total: Tensor | None, grad: UnroundedTargets, hidden: Tensor, operands: FusedOperands) -> Tensor:
     """As `reference.add_weight_grad`."""
-    hidden, outer, beta = _operand(hidden), operands.transform.outer, 1.0
-    weighted = hidden
-    if grad.factors is not None:
-        # A sum over rows must take the factors before its product: in fp32, rounded once.
-        weighted = torch.empty_like(hidden)
-        torch.ops.fastgrpo.scale_rows(hidden, grad.factors, weighted)
+    return _add_weight_grad(total, grad, _operand(hidden), operands.transform.outer)
+
+
+def rounds_at_once(value_bytes: int, vocabulary: int, width: int) -> bool:
+    """Whether `rounded_weight_grad` serves: where values that wait for it take no more memory than a sum in fp32."""
+    return value_bytes <= 4 * vocabulary * width and vocabulary * width >= _LEAST_WEIGHT
+
+
+def rounded_weight_grad(
+    grad: UnroundedTargets, hidden: Tensor, outer: float, factor: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """A `reference.RoundingProduct`."""
+    hidden = _operand(hidden)
+    if factor is not None:
+        factors = factor.expand(len(hidden)) if grad.factors is None else grad.factors * factor
+        grad = grad._replace(factors=factors.contiguous(), at_target=grad.at_target * factor)
+    if dtype != torch.bfloat16:
+        return _add_weight_grad(None, grad, hidden, outer).to(dtype)
+    weighted = _weighted(hidden, grad)
+    total = hidden.new_empty(grad.values.shape[1], hidden.shape[1])
+    torch.addmm(total, grad.values.t(), weighted, beta=0.0, alpha=outer, out=total)
+    # The words that are targets have terms in fp32, and so need their sums in fp32 too.
+    rows = len(hidden)
+    at_targets = hidden.new_empty(rows, pitch_of(rows))
+    torch.ops.fastgrpo.take_targets(grad.values, grad.targets, at_targets)
+    sums = _scaled_product(at_targets[:, :rows].t(), weighted, outer)
+    torch.ops.fastgrpo.round_at_targets(total, sums, grad.at_target, grad.targets, hidden, outer)
+    return total
+
+
+def _add_weight_grad(total: Tensor | None, grad: UnroundedTargets, hidden: Tensor, outer: float) -> Tensor:
+    """`total`, in fp32, and what the weight receives from these rows, in place; None = 0."""
+    weighted = _weighted(hidden, grad)
     if total is None:
-        total, beta = hidden.new_empty(operands.weight.shape, dtype=operands.accumulate), 0.0
-    torch.addmm(total, grad.values.t(), weighted, beta=beta, alpha=outer, out_dtype=operands.accumulate, out=total)
+        total = _scaled_product(grad.values.t(), weighted, outer)
+    else:
+        torch.addmm(total, grad.values.t(), weighted, beta=1.0, alpha=outer, out_dtype=total.dtype, out=total)
     torch.ops.fastgrpo.add_to_targets(total, grad.at_target, grad.targets, hidden, outer)
     return total
+
+
+def _weighted(hidden: Tensor, grad: UnroundedTargets) -> Tensor:
+    """Hidden states times their rows' factors, which a sum over rows must take before its product: in fp32, rounded once."""
+    if grad.factors is None:
+        return hidden
+    weighted = torch.empty_like(hidden)
+    torch.ops.fastgrpo.scale_rows(hidden, grad.factors, weighted)
+    return weighted
+
+
+def _scaled_product(a: Tensor, b: Tensor, by: float) -> Tensor:
+    """`by * a @ b` in fp32, of which nothing clears the memory before."""
+    out = b.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+    return torch.addmm(out, a, b, beta=0.0, alpha=by, out_dtype=out.dtype, out=out)
 
 
 def _gradients(operands: FusedOperands, targets: Tensor) -> UnroundedTargets:
     """Memory for the gradients of rows with these targets."""
     rows = len(targets)
-    factors = None if operands.factors is None else operands.factors[:rows]
-    return UnroundedTargets(operands.values[:rows], factors, operands.at_target[:rows], targets.contiguous())
+    parts = operands.values, operands.factors, operands.at_target
+    if rows < operands.chunk_rows:
+        parts = (None if x is None else x[:rows] for x in parts)
+    return UnroundedTargets(*parts, targets.contiguous())
 
 
 def _head(

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 LIBRARY_VARIABLE = "FASTGRPO_LIBRARY"
-FUSED_OPS = ("fused_pass", "fused_objective", "fused_grad", "finish_hidden_grad", "add_to_targets", "scale_rows")
+FUSED_OPS = (
+    *("fused_pass", "fused_objective", "fused_grad"),
+    *("finish_hidden_grad", "add_to_targets", "take_targets", "round_at_targets", "scale_rows"),
+)
 """Those behind the fused head, which is for compute capability 9.0."""
 OPS = (
     *FUSED_OPS,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,6 +86,13 @@ class HeadCall(NamedTuple):
     compute_dtype: torch.dtype
     use: Use
     entropy_gradient: bool = False
+
+
+RoundingProduct = Callable[[Any, Tensor, float, Tensor | None, torch.dtype], Tensor]
+"""
+`(grad, hidden, outer, factor, dtype)` to `factor * outer * grad.T @ hidden` (`[R, V]`, `[R, H]` to `[V, H]`), rounded once to
+the dtype; a 0-d factor, or None for 1.
+"""
 
 
 @dataclass(frozen=True)
@@ -443,6 +450,17 @@ def add_weight_grad(total: Tensor | None, grad: Tensor, hidden: Tensor, operands
     else:
         total.addmm_(grad.t(), hidden.to(total.dtype), alpha=scale)
     return total
+
+
+def rounding_product(grad: Tensor, width: int) -> RoundingProduct | None:
+    """
+    What gives the weight's gradient rounded once, where a sum in fp32 that is scaled and rounded later is not better.
+
+    Args:
+        grad: the only batch of a call.
+        width: H.
+    """
+    return None
 
 
 def bias_grad(grad: Tensor, operands: Operands) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +44,7 @@ class ScaledRows:
         return largest, (self.factors / largest).to(self.values.dtype)
 
 
-@dataclass(frozen=True)
-class UnroundedTargets:
+class UnroundedTargets(NamedTuple):
     """
     bfloat16 gradients of rows without their targets, and those in fp32; csrc/cuda/fused_head.cu has why.
 

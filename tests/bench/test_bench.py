@@ -202,7 +202,20 @@ def test_every_row_has_the_picture_of_its_prompt() -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_training_starts_from_the_same_completions_and_metrics(tmp_path: Path) -> None:
     path = tmp_path / "train.json"
-    assert main(["train", "--device", "cpu", "--quick", "--steps", "2", "--threads", "1", "--json", str(path)]) == 0
+    command = [
+        "train",
+        "--device",
+        "cpu",
+        "--quick",
+        "--steps",
+        "2",
+        "--repeatable",
+        "--threads",
+        "1",
+        "--json",
+        str(path),
+    ]
+    assert main(command) == 0
     run = json.loads(path.read_text())
     assert [(row["case"], row["path"]) for row in run["rows"]] == [
         (case, name) for case in ("lora", "full") for name in ("TRL", "fastgrpo")

@@ -75,6 +75,18 @@ def fused_head() -> None:
         linear_grpo_loss(hidden, weight, targets, segments, advantages, Objective(), softcap=softcap)[0].backward()
 
 
+def waiting_product() -> None:
+    """The weight's gradient of a single batch, whose product rounds."""
+    hidden = torch.randn(301, 512, device=DEVICE).to(torch.bfloat16).requires_grad_()
+    weight = torch.randn(16416, 512, device=DEVICE).to(torch.bfloat16).requires_grad_()
+    targets = torch.randint(-1, 16416, (301,), device=DEVICE)
+    targets[::2] = 7
+    segments, advantages = torch.tensor([0, 100, 301], device=DEVICE), torch.tensor([1.0, -1.0], device=DEVICE)
+    loss, _ = linear_grpo_loss(hidden, weight, targets, segments, advantages, Objective())
+    (0.3 * loss).backward()
+    linear_logprob(hidden, weight, targets).logprobs.sum().backward()
+
+
 def loss() -> None:
     """Coefficients and sums, with everything that is optional and without."""
     for loss_type, dtype in itertools.product(("grpo", "vespo"), (torch.bfloat16, torch.float16)):
@@ -146,7 +158,7 @@ def heads() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     # The last, so that what synccheck says of it ends no other.
-    every = (head, clusters, fused_head, loss, rows_of_16_bit, packs, gate, heads, largest_cluster)
+    every = (head, clusters, fused_head, waiting_product, loss, rows_of_16_bit, packs, gate, heads, largest_cluster)
     parts = {part.__name__: part for part in every}
     for part in [parts[name] for name in sys.argv[1:]] or parts.values():
         part()

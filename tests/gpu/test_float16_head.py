@@ -240,7 +240,7 @@ def test_the_host_waits_for_the_rows_that_count_and_once_a_batch():
     *values, targets = head(FP16)
     hidden, weight, bias = leaves(values, FP16)
     chunk = (1 << 20) // (4 * WORDS)
-    batches = -(-COUNT // cuda.rows_a_batch(chunk))
+    batches = -(-COUNT // cuda.rows_a_batch(chunk, cuda.MOST_CHUNKS_A_BATCH))
     linear_logprob(hidden, weight, targets, bias).logprobs.sum().backward()
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -337,6 +337,99 @@ def test_targets_that_repeat_and_targets_that_are_none(calls, frozen):
     assert calls
 
 
+def loss_of(leaves: list[Tensor], targets: Tensor, **options: Any) -> Tensor:
+    """Of rows with a coefficient of -1 / N each."""
+    segments, advantages = torch.tensor([0, len(targets)], device="cuda"), torch.ones(1, device="cuda")
+    return linear_grpo_loss(*leaves, targets, segments, advantages, objective("grpo"), **options)[0]
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(("count", "width", "vocabulary"), [(2048, 1024, 32000), (129, 896, 151936), (1, 2048, 8192)])
+def test_a_weight_s_gradient_is_rounded_once(monkeypatch, count, width, vocabulary, weight_dtype):
+    """Of the only batch, when its last factor is known; one word is the target of a third of the rows."""
+    used, product = [], fused_head.rounded_weight_grad
+    monkeypatch.setattr(fused_head, "rounded_weight_grad", lambda *given: used.append(given[3]) or product(*given))
+    hidden, weight, targets = make(count, width, vocabulary)
+    targets[::3] = 5
+    given = [hidden, weight.to(weight_dtype)]
+    leaves = [x.detach().requires_grad_() for x in given]
+    loss = loss_of(leaves, targets, temperature=0.7, compute_dtype=BF16)
+    assert not used
+    (0.3 * loss).backward()
+    assert [len(used), used[0].item()] == [1, pytest.approx(0.3)]
+    upstream = torch.full((count,), -0.3 / count, device="cuda")
+    *_, exact_hidden, exact = truth(hidden, weight, targets, False, upstream, temperature=0.7)
+    assert leaves[1].grad.dtype == weight_dtype
+    assert relative_error(leaves[0].grad, exact_hidden) <= 2.5e-3
+    # 16-bit values and 16-bit results, each rounded once.
+    assert relative_error(leaves[1].grad, exact) <= 2.5e-3
+    words = targets.unique()
+    limit = 2e-3 if weight_dtype == BF16 else 1e-3
+    assert relative_error(leaves[1].grad[words], exact[words]) <= limit
+    found = run(hidden, given[1], targets, False, upstream, temperature=0.7, compute_dtype=BF16)
+    assert len(used) == 2 and used[1] is None
+    assert relative_error(found[3], exact) <= 2.5e-3 and relative_error(found[3][words], exact[words]) <= limit
+
+
+def test_gradients_are_taken_at_every_row_s_target():
+    values = torch.randn(300, 1088, device="cuda").bfloat16()[:, :1056]
+    targets = torch.randint(1056, (300,), device="cuda")
+    targets[4], targets[7] = -100, 1056
+    out = torch.full((300, 320), torch.nan, device="cuda", dtype=BF16)
+    torch.ops.fastgrpo.take_targets(values, targets, out)
+    inside = (targets >= 0) & (targets < 1056)
+    assert torch.equal(out[:, :300], torch.where(inside, values[:, targets.clamp(0, 1055)], 0.0))
+    assert out[:, 300:].isnan().all()
+    with pytest.raises(
+        RuntimeError, match=r"take_targets: out has shape \[300, 299\]; it must be contiguous \[300, 300 or more\]"
+    ):
+        torch.ops.fastgrpo.take_targets(values, targets, out.new_empty(300, 299))
+    with pytest.raises(RuntimeError, match="round_at_targets: sums has 3 rows; it must have 300"):
+        rows = torch.zeros(300, device="cuda")
+        hidden = out.new_zeros(300, 8)
+        torch.ops.fastgrpo.round_at_targets(out.new_zeros(64, 8), rows.new_zeros(3, 8), rows, targets, hidden, 1.0)
+
+
+def test_bits_of_a_product_that_waited_are_those_of_a_second_backward():
+    hidden, weight, targets = make(600, 1024, 32000)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    loss = loss_of(leaves, targets)
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves)
+    other = torch.autograd.grad(loss_of(leaves, targets), leaves)
+    assert all(map(torch.equal, once, again)) and all(map(torch.equal, once, other))
+
+
+def test_hidden_states_must_not_change_before_a_product_that_waits():
+    hidden, weight, targets = make(600, 1024, 32000)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    states = leaves[0] * 1.0
+    loss = loss_of([states, leaves[1]], targets)
+    with torch.no_grad():
+        states.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, torch.float32])
+def test_a_product_that_waits_needs_no_sum_in_float32(weight_dtype):
+    hidden, weight, targets = make(2048, 2048, 128256)
+    leaves = [hidden.requires_grad_(), weight.to(weight_dtype).requires_grad_()]
+    del weight
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = loss_of(leaves, targets, compute_dtype=BF16)
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()
+    assert leaves[1].grad is not None
+    after, peak = (x - before for x in (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+    values, result = 2048 * 128256 * 2, leaves[1].numel() * leaves[1].element_size()
+    small = 100 << 20
+    assert values <= kept <= values + small and result <= after <= result + small
+    cast = 0 if weight_dtype == BF16 else 2 * leaves[1].numel()
+    assert peak <= values + max(result, cast) + small, f"{peak >> 20} MiB"
+
+
 def arguments(count: int = 40, width: int = 64, vocabulary: int = 1056) -> dict[str, Any]:
     """Of the op, with poison where it writes."""
     hidden, weight, targets = make(count, width, vocabulary)

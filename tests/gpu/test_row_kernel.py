@@ -532,6 +532,8 @@ def test_ops_pass_opcheck():
         "fused_grad": (*fused, values[0], None, *exponentials),
         "finish_hidden_grad": (torch.rand(4, 8, device="cuda"), values[0], values[1], targets, words, 1.0),
         "add_to_targets": (torch.rand(96, 8, device="cuda"), values[0], targets, half(4, 8), 1.0),
+        "take_targets": (half(4, 96), targets, half(4, 8)),
+        "round_at_targets": (half(96, 8), torch.rand(4, 8, device="cuda"), values[0], targets, half(4, 8), 1.0),
         "scale_rows": (half(4, 8), values[0], half(4, 8)),
         "row_pass": (*head, grad, None, 1.0),
         "row_objective": (

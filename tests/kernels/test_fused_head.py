@@ -12,13 +12,15 @@ from truth import logits_float64, logprobs_float64, relative_error
 
 from fastgrpo import Objective, linear_grpo_loss, linear_logprob
 from fastgrpo.kernels import cuda, fused_head, reference
-from fastgrpo.kernels.library import library_info, load_library
+from fastgrpo.kernels.library import FUSED_OPS, library_info, load_library
 from fastgrpo.kernels.reference import HeadCall, Operands, RowStatistics, Transform, Use
 from fastgrpo.objective import LOSS_TYPES, token_grad
 from fastgrpo.ops import objective_from_constants
 
 BF16 = torch.bfloat16
 COUNT, WIDTH, WORDS = 150, 16, 96
+# Rows whose 16-bit gradients are smaller than a gradient of the weight in fp32.
+FEW = 20
 # Bytes of a chunk of eight rows; four make a batch.
 CHUNK = 8 * WORDS * 2
 needs_library = pytest.mark.skipif(load_library() is None, reason=library_info().reason)
@@ -65,6 +67,13 @@ class FusedOps:
     def add_to_targets(self, total, at_target, targets, hidden, scale) -> None:
         total.index_add_(0, targets, scale * at_target.unsqueeze(1) * hidden.float())
 
+    def take_targets(self, values, targets, out) -> None:
+        out[:, : len(targets)] = values[:, targets]
+
+    def round_at_targets(self, total, sums, at_target, targets, hidden, scale) -> None:
+        terms = torch.zeros(total.shape).index_add_(0, targets, scale * at_target.unsqueeze(1) * hidden.float())
+        total[targets] = (sums + terms[targets]).to(BF16)
+
     def scale_rows(self, hidden, factors, out) -> None:
         out.copy_(hidden.float() * factors.unsqueeze(1))
 
@@ -99,8 +108,7 @@ class FusedOps:
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> FusedOps:
     ops = FusedOps()
-    names = ("fused_pass", "fused_objective", "fused_grad", "finish_hidden_grad", "add_to_targets", "scale_rows")
-    serve_on_the_cpu(monkeypatch, {name: getattr(ops, name) for name in names})
+    serve_on_the_cpu(monkeypatch, {name: getattr(ops, name) for name in FUSED_OPS})
     monkeypatch.setattr(fused_head, "serves", lambda *_: True)
     return ops
 
@@ -171,6 +179,91 @@ def test_the_loss_in_one_pass_equals_float64(ops, frozen, loss_type):
     assert max(rows for _, rows in ops.calls) == (8 if frozen else 32)
 
 
+@pytest.mark.parametrize("weight_dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("loss_scale", [1.0, 0.3, 4096.0])
+def test_a_single_batch_gives_the_weight_s_gradient_when_its_last_factor_is_known(
+    ops, monkeypatch, weight_dtype, loss_scale
+):
+    monkeypatch.setattr(fused_head, "_LEAST_WEIGHT", 0)
+    used = []
+    product = fused_head.rounded_weight_grad
+    monkeypatch.setattr(fused_head, "rounded_weight_grad", lambda *given: used.append(given) or product(*given))
+    hidden, weight, targets = head(weight_dtype)
+    hidden, targets = hidden[:FEW].float(), targets[:FEW]
+    segments, advantages = torch.tensor([0, 10, FEW]), torch.tensor([1.0, -1.0])
+    results = []
+    for dtype, compute_dtype in ((None, BF16), (torch.float64, torch.float64)):
+        leaves = [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in (hidden, weight)]
+        loss, _ = linear_grpo_loss(
+            *leaves, targets, segments, advantages, Objective("dapo", num_items_in_batch=float(FEW)), temperature=0.7,
+            compute_dtype=compute_dtype,
+        )  # fmt: skip
+        assert bool(used) is False
+        (loss * loss_scale).backward()
+        results.append([x.grad for x in leaves])
+        if compute_dtype == BF16:
+            (grad, *_), *others = used
+            assert not others and len(grad.values) == int((targets >= 0).sum()) and results[0][1].dtype == weight_dtype
+            used.clear()
+    for ours, truth in zip(*results, strict=True):
+        assert relative_error(ours, truth) <= 4e-3
+    assert results[0][0][targets < 0].eq(0).all()
+
+
+def test_a_product_that_waits(ops, monkeypatch):
+    """Twice over one graph, for hidden states alone, in two losses at once, and not twice over."""
+    monkeypatch.setattr(fused_head, "_LEAST_WEIGHT", 0)
+    hidden, weight, targets = (x[:FEW] if len(x) == COUNT else x for x in head(BF16))
+    targets = targets.clamp(min=0)
+    segments, advantages = torch.tensor([0, FEW]), torch.tensor([1.0])
+
+    def loss_of(*leaves):
+        return linear_grpo_loss(*leaves, targets, segments, advantages, Objective("grpo"))[0]
+
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    loss = loss_of(*leaves)
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    (alone,) = torch.autograd.grad(loss, leaves[:1], retain_graph=True)
+    again = torch.autograd.grad(loss, leaves)
+    assert all(map(torch.equal, once, again)) and torch.equal(alone, once[0])
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(loss, leaves)
+
+    (loss_of(*leaves) + 3 * loss_of(*leaves)).backward()
+    for leaf, grad in zip(leaves, once, strict=True):
+        assert relative_error(leaf.grad, 4 * grad.double()) <= 6e-3
+
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(loss_of(*leaves), leaves, create_graph=True)
+
+
+@pytest.mark.parametrize("trained_alone", [True, False])
+def test_log_probs_of_a_single_batch_give_a_weight_s_gradient_rounded_once(ops, monkeypatch, trained_alone):
+    monkeypatch.setattr(fused_head, "_LEAST_WEIGHT", 0)
+    hidden, weight, targets = (x[:FEW] if len(x) == COUNT else x for x in head(BF16))
+    leaves, exact = (
+        [hidden.to(d, copy=True).requires_grad_(not trained_alone), weight.to(d, copy=True).requires_grad_()]
+        for d in (BF16, torch.float64)
+    )
+    upstream = torch.randn(FEW)
+    linear_logprob(*leaves, targets, compute_dtype=BF16).logprobs.backward(upstream)
+    logprobs_float64(logits_float64(*exact), targets)[0].backward(upstream.double())
+    for ours, truth in zip(leaves, exact, strict=True):
+        assert ours.grad is truth.grad is None or relative_error(ours.grad, truth.grad) <= 4e-3
+
+
+def test_values_wait_where_they_are_no_larger_than_the_sum_in_float32():
+    for rows, vocabulary, width, expected in (
+        (2048, 128256, 4096, True),
+        (8192, 128256, 4096, True),
+        (8193, 128256, 4096, False),
+        (4096, 151936, 2048, True),
+        (4097, 151936, 2048, False),
+        (16, 1024, 64, False),
+    ):
+        assert fused_head.rounds_at_once(2 * rows * vocabulary, vocabulary, width) is expected
+
+
 @pytest.mark.parametrize(("use", "bytes_a_word"), [(Use.STATISTICS, 1 / 16), (Use.SLOPES, 2), (Use.OBJECTIVE, 2)])
 def test_a_chunk_holds_16_bit_gradients_or_no_logits_at_all(ops, use, bytes_a_word):
     weight = torch.empty(151936, 8, dtype=BF16)
@@ -204,3 +297,7 @@ def test_tensors_on_the_cpu_are_refused_with_a_reason():
         torch.ops.fastgrpo.finish_hidden_grad(hidden.float(), None, row, targets, weight, 1.0)
     with pytest.raises(RuntimeError, match="add_to_targets: hidden is not on a CUDA device"):
         torch.ops.fastgrpo.add_to_targets(weight.float(), row, targets, hidden, 1.0)
+    with pytest.raises(RuntimeError, match="take_targets: values is not on a CUDA device"):
+        torch.ops.fastgrpo.take_targets(hidden, targets, hidden)
+    with pytest.raises(RuntimeError, match="round_at_targets: hidden is not on a CUDA device"):
+        torch.ops.fastgrpo.round_at_targets(weight, hidden.float(), row, targets, hidden, 1.0)

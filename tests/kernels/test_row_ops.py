@@ -102,8 +102,8 @@ def test_both_implementations_have_the_same_functions():
     public = {name for name in functions if not name.startswith("_")}
     assert public == {
         "add_weight_grad", "back_project", "bias_grad", "bytes_a_row", "computed_rows", "gradient_buffer", "head_grad",
-        "head_objective", "head_pass", "prefers_given", "prepare", "project", "row_grad", "row_objective", "row_pass",
-        "scale", "total_loss", "weigh_slopes",
+        "head_objective", "head_pass", "prefers_given", "prepare", "project", "rounding_product", "row_grad",
+        "row_objective", "row_pass", "scale", "total_loss", "weigh_slopes",
     }  # fmt: skip
     assert all(callable(getattr(reference, name)) for name in public)
 

@@ -14,7 +14,7 @@ import torch
 from fastgrpo.chunking import CUDA_ROWS
 from fastgrpo.kernels import cuda, fused_head
 from fastgrpo.kernels.fused_head import scratch_a_row, serves_shape
-from fastgrpo.kernels.rows import rows_a_batch
+from fastgrpo.kernels.rows import pitch_of, rows_a_batch
 from fastgrpo.tools.plan.settings import PlanSettings
 from fastgrpo.tools.plan.shape import ModelShape
 from fastgrpo.tools.plan.trace import Activations
@@ -132,12 +132,18 @@ def head_of(settings: PlanSettings, shape: ModelShape) -> Head:
     if not settings.full:
         return Head(taken + slope + buffers.chunk + cast, slope, max(slope + taken, given_back), 0.0)
     gradient, summed = weight * settings.weight_bytes, weight * 4
+    if settings.in_one_pass and buffers.waiting:
+        kept = buffers.waiting + taken + slope
+        backward = max(kept + taken + gradient + buffers.rounding, gradient + given_back)
+        return Head(taken + buffers.in_one_pass + cast + slope, kept, backward, gradient)
     if settings.in_one_pass:
         kept = summed + slope
         backward = max(kept + taken + gradient, gradient + given_back)
         return Head(taken + buffers.in_one_pass + cast + kept, kept, backward, gradient)
-    rounded = gradient if settings.weight_bytes < 4 else 0
-    backward = max(2 * taken + buffers.again + cast + summed + rounded, gradient + given_back)
+    results = gradient + buffers.rounding
+    if not buffers.waiting:
+        results = summed + (gradient if settings.weight_bytes < 4 else 0)
+    backward = max(2 * taken + buffers.again + cast + results, gradient + given_back)
     return Head(taken + buffers.statistics + cast, taken, backward, gradient)
 
 
@@ -151,12 +157,16 @@ class _Buffers:
         statistics: in the forward of a head that trains, where the backward computes logits again.
         in_one_pass: with a head that trains, log-probs, loss and gradients at once.
         again: in a backward that computes logits again.
+        waiting: from a forward in one pass to its backward, where the product for the weight's gradient waits for that; else 0.
+        rounding: beside such a product.
     """
 
     chunk: float
     statistics: float
     in_one_pass: float
     again: float
+    waiting: float = 0.0
+    rounding: float = 0.0
 
 
 def _buffers(settings: PlanSettings, shape: ModelShape) -> _Buffers:
@@ -169,9 +179,12 @@ def _buffers(settings: PlanSettings, shape: ModelShape) -> _Buffers:
         rows = plan.rows(tokens, words * 2, _DEVICE, CUDA_ROWS)
         few, many = min(rows, tokens), min(rows_a_batch(rows, fused_head.MOST_CHUNKS_A_BATCH), tokens)
         scratch = 4 * scratch_a_row(words)
-        # And hidden states times their factors.
-        one_pass = many * (2 * words + scratch + 2 * width)
-        return _Buffers(few * (2 * words + scratch), few * scratch, one_pass, many * 2 * words)
+        few_of_all, values, weighted = few * (2 * words + scratch), many * 2 * pitch_of(words), many * 2 * width
+        if many == tokens and fused_head.rounds_at_once(values, words, width):
+            # In 16 bit also the sums at the targets, and the gradients that those are made of.
+            rounding = weighted + (many * (4 * width + 2 * many) if settings.weight_bytes == 2 else 0)
+            return _Buffers(few_of_all, few * scratch, values + many * scratch, values, values, rounding)
+        return _Buffers(few_of_all, few * scratch, values + many * scratch + weighted, values)
     rows = plan.rows(tokens, words * 4, _DEVICE, CUDA_ROWS)
     chunk = min(rows, tokens) * words * 4
     batch = chunk + min(rows_a_batch(rows, cuda.MOST_CHUNKS_A_BATCH), tokens) * words * 2
