@@ -190,7 +190,7 @@ def _measure(
         lines[peer.name] = line
         if not note:
             try:
-                line |= _accuracy(peer.run(problem, task), wanted)
+                line |= _accuracy(peer.run(problem, task).at_rows(problem), wanted)
                 line["extra_mib"] = extra_peak_bytes(lambda peer=peer: peer.run(problem, task), device) / MIB
             except Exception as error:  # a peer that fails here is a line in the table, ours is an error
                 if peer.name.startswith(OURS):

@@ -72,17 +72,36 @@ class Problem:
         return torch.nn.functional.pad(self.scored.sum(1).cumsum(0), (1, 0))
 
     @cached_property
+    def shares(self) -> Tensor:
+        """`[B T]`: `1 / N` where a position is scored, else 0."""
+        return self.scored.flatten() / self.scored.sum()
+
+    @cached_property
+    def grads(self) -> Tensor:
+        """`[B T]`: d loss / d logprob of on-policy dapo, `-advantage / N`, 0 where nothing is scored."""
+        return -self.advantages.repeat_interleave(self.scored.shape[1]) * self.shares
+
+    @cached_property
     def row_grads(self) -> Tensor:
-        """`[N]`: d loss / d logprob of on-policy dapo, `-advantage / N`."""
-        return (-self.advantages / self.rows.shape[0]).unsqueeze(1).expand(self.scored.shape)[self.scored]
+        """`[N]`: those of the scored rows."""
+        return self.grads[self.scored.flatten()]
 
 
 class Output(NamedTuple):
-    """What a peer computed, at the N scored rows; None where it does not return it."""
+    """What a peer computed, at the N scored rows or at all B T positions; None where it does not return it."""
 
     logprobs: Tensor | None
     grad_hidden: Tensor | None
     grad_weight: Tensor | None
+
+    def at_rows(self, problem: Problem) -> Output:
+        """The same at the scored rows. It waits for the device, and is no part of what is measured."""
+
+        def rows(values: Tensor | None) -> Tensor | None:
+            whole = values is not None and values.shape[0] == problem.scored.numel()
+            return values[problem.scored.flatten()] if whole else values
+
+        return Output(rows(self.logprobs), rows(self.grad_hidden), self.grad_weight)
 
 
 @dataclass(frozen=True)
@@ -214,22 +233,21 @@ def _scorer(score: Score, compact: bool) -> Callable[[Problem, str], Output]:
     def run(problem: Problem, task: str) -> Output:
         with_grad = task != "forward"
         if compact:
-            hidden, targets = problem.rows, problem.row_targets
+            hidden, targets, grads = problem.rows, problem.row_targets, problem.row_grads
         else:
-            hidden, targets = problem.hidden.flatten(0, 1), problem.targets.flatten()
+            hidden, targets, grads = problem.hidden.flatten(0, 1), problem.targets.flatten(), problem.grads
         hidden = hidden.detach().requires_grad_(with_grad)
         weight = problem.weight.detach().requires_grad_(task == "trained")
-        keep = ... if compact or problem.all_scored else problem.scored.flatten()
         with torch.set_grad_enabled(with_grad):
             logprobs, entropy = score(hidden, weight, targets, task, problem.softcap)
-            logprobs = logprobs[keep]
             if not with_grad:
                 return Output(logprobs, None, None)
-            loss = (problem.row_grads * logprobs).sum()
+            # Losses weigh positions, as TRL's does with its mask: to pick some out would wait for the device.
+            loss = (grads * logprobs).sum()
             if task == "entropy":
-                loss = loss - ENTROPY_COEF * entropy[keep].mean()
+                loss = loss - ENTROPY_COEF * (entropy.mean() if compact else (problem.shares * entropy).sum())
             loss.backward()
-        return Output(logprobs.detach(), hidden.grad[keep], weight.grad)
+        return Output(logprobs.detach(), hidden.grad, weight.grad)
 
     return run
 
@@ -315,7 +333,7 @@ def _liger_loss(problem: Problem, task: str) -> Output:
     head = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="dapo", use_ref_model=False)
     loss, _ = head(hidden, weight, problem.targets.clamp(min=0), problem.scored.long(), problem.advantages)
     loss.backward()
-    return Output(None, hidden.grad[problem.scored], weight.grad)
+    return Output(None, hidden.grad.flatten(0, 1), weight.grad)
 
 
 def _unsloth(

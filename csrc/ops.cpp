@@ -274,7 +274,7 @@ struct Call {
     const torch::stable::accelerator::DeviceGuard guard(device);
     void* stream = stream_of(check.op, device);
     const bool once = args.grad != nullptr && args.coefficients != Coefficients::given;
-    if (once && has_wide_logits() && fastgrpo_row_cluster_serves(args.columns, device)) {
+    if (once && has_wide_logits() && fastgrpo_row_cluster_serves(args.columns, device) > 0) {
       return require_success(check.op, fastgrpo_row_cluster(&args, stream));
     }
     if (in_place_second) {

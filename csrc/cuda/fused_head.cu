@@ -496,18 +496,23 @@ int launch(const FusedHeadArgs& args, cudaStream_t stream) {
   return launch_status();
 }
 
-// Whether a device is of compute capability 9.0, and its driver encodes such copies.
-bool is_served(int device) {
-  int major = 0, minor = 0;
+// Whether a device is of compute capability 9.0, and its driver encodes such copies; -1 where it has no memory to tell.
+int serves(int device) {
+  int major = 0, minor = 0, before = 0;
   const bool known = !cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) &&
-                     !cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+                     !cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) && !cudaGetDevice(&before);
   if (!known) cudaGetLastError();
-  if (!known || major != 9 || minor != 0 || encode_tiled() == nullptr) return false;
+  if (!known || major != 9 || minor != 0 || encode_tiled() == nullptr) return 0;
   FusedHeadArgs args{};
   args.row.rows = 1, args.row.columns = kPermuted, args.width = 8;
   args.hidden = args.weight = reinterpret_cast<const void*>(std::uintptr_t{1} << 20);  // nothing is read
   CUtensorMap hidden, weight;
-  return encode_operands(args, hidden, weight);
+  // The driver encodes nothing before the device has a context.
+  const bool ready = !cudaSetDevice(device) && !cudaFree(nullptr);
+  const bool encoded = ready && encode_operands(args, hidden, weight);
+  cudaSetDevice(before);
+  cudaGetLastError();  // an answer, not an error of the next launch
+  return ready ? encoded : -1;
 }
 
 }  // namespace
@@ -526,4 +531,4 @@ FASTGRPO_EXPORT int fastgrpo_fused_head_strips(int columns) {
   return (columns + kStrip - 1) / kStrip;
 }
 
-FASTGRPO_EXPORT int fastgrpo_fused_head_serves(int device) { return fastgrpo::is_served(device); }
+FASTGRPO_EXPORT int fastgrpo_fused_head_serves(int device) { return fastgrpo::serves(device); }

@@ -39,6 +39,6 @@ extern "C" {
 int fastgrpo_fused_head(const fastgrpo::FusedHeadArgs* args, void* stream);
 // Strips that a row is cut into.
 int fastgrpo_fused_head_strips(int columns);
-// Whether a device runs it.
+// Whether a device runs it; -1 where it has no memory to tell.
 int fastgrpo_fused_head_serves(int device);
 }

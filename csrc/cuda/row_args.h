@@ -64,6 +64,6 @@ extern "C" {
 int fastgrpo_row_streamed(const fastgrpo::RowArgs* args, void* stream);
 // Reads a row once; thread block clusters. `second_grad` may lie over the second half of each row as well.
 int fastgrpo_row_cluster(const fastgrpo::RowArgs* args, void* stream);
-// Whether a device runs fastgrpo_row_cluster for rows of this length.
+// Whether a device runs fastgrpo_row_cluster for rows of this length; -1 where it has no memory to tell.
 int fastgrpo_row_cluster_serves(int columns, int device);
 }

@@ -277,5 +277,6 @@ FASTGRPO_EXPORT int fastgrpo_row_cluster_serves(int columns, int device) {
   using namespace fastgrpo;
   RowArgs args{};
   args.columns = columns;
-  return known_clusters(plan_of(columns), args, device) > 0;
+  const int clusters = known_clusters(plan_of(columns), args, device);
+  return clusters < 0 ? -1 : clusters > 0;
 }

@@ -7,12 +7,11 @@ straight into the next product.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from fastgrpo.kernels.library import load_library
+from fastgrpo.kernels.library import answer_of_device
 from fastgrpo.kernels.reference import HeadCall, Operands, RowPass, RowStatistics, TokenObjective, Use
 from fastgrpo.kernels.rows import (
     UnroundedTargets,
@@ -82,13 +81,8 @@ def serves_shape(vocabulary: int, width: int) -> bool:
 @torch.compiler.assume_constant_result
 def device_serves(device: torch.device) -> bool:
     """Whether a CUDA device runs the kernel."""
-    return _device_serves(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@cache
-def _device_serves(index: int) -> bool:
-    library = load_library()
-    return library is not None and bool(library.fastgrpo_fused_head_serves(index))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return answer_of_device("fastgrpo_fused_head_serves", index)
 
 
 def scratch_a_row(vocabulary: int) -> int:

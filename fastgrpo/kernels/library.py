@@ -27,6 +27,7 @@ OPS = (
 )
 """The library's ops, `torch.ops.fastgrpo.*`; each writes into tensors it is given and returns nothing."""
 NO_LIBRARY = "pure-Python wheel: built without a CUDA or HIP compiler"
+_answers: dict[tuple[str | int, ...], bool] = {}
 _PACKAGED = Path(__file__).parents[1] / "_lib" / "libfastgrpo_kernels.so"
 
 
@@ -69,14 +70,24 @@ def load_library() -> ctypes.CDLL | None:
     return _load(os.environ.get(LIBRARY_VARIABLE))[1]
 
 
-@cache
 def row_is_read_once(device: torch.device, columns: int) -> bool:
     """Whether rows of this many logits stay on the chip of a CUDA device between their statistics and their gradients."""
     import torch
 
     index = torch.cuda.current_device() if device.index is None else device.index
-    library = load_library()
-    return library is not None and bool(library.fastgrpo_row_cluster_serves(columns, index))
+    return answer_of_device("fastgrpo_row_cluster_serves", columns, index)
+
+
+def answer_of_device(question: str, *arguments: int) -> bool:
+    """What a function of the library says of a device, asked once; -1, no memory to tell, is a no that is asked again."""
+    key = question, *arguments
+    if key not in _answers:
+        library = load_library()
+        answer = 0 if library is None else getattr(library, question)(*arguments)
+        if answer < 0:
+            return False
+        _answers[key] = bool(answer)
+    return _answers[key]
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -284,6 +286,17 @@ def test_operands_that_copies_cannot_take_are_made_so(calls, frozen):
     masters = run(hidden.float(), weight.float(), targets, frozen, upstream, compute_dtype=BF16)
     assert all(torch.equal(a, b) for a, b in zip(masters[:2], plain[:2], strict=True))
     assert relative_error(masters[2], plain[2]) <= 3e-3
+
+
+def test_a_process_that_asks_before_it_uses_the_card_is_told_the_same():
+    """The driver encodes the kernel's copies only where there is a context, and the answer is kept."""
+    code = (
+        "import fastgrpo, torch; from fastgrpo.kernels import fused_head; table = fastgrpo.backends();"
+        "assert 'fused product' in table['linear_logprob'].implementation, table;"
+        "assert fused_head.device_serves(torch.zeros(1, device='cuda').device)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_the_row_kernels_serve_instead():

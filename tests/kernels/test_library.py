@@ -102,3 +102,17 @@ def test_module_looks_at_nothing_when_imported() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_device_without_memory_to_tell_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [-1, 1]
+
+    class Library:
+        def fastgrpo_made_up_serves(self, columns: int, device: int) -> int:
+            assert (columns, device) == (7, 3)
+            return answers.pop(0)
+
+    monkeypatch.setattr(library, "_answers", {})
+    monkeypatch.setattr(library, "load_library", Library)
+    found = [library.answer_of_device("fastgrpo_made_up_serves", 7, 3) for _ in range(3)]
+    assert found == [False, True, True] and not answers
