@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Types of arguments that nothing traces; the others are looked at one by one, which takes longer.
+# Types that are no tensor subclasses, known at a glance; the others are looked at, which takes longer.
 _PLAIN = {Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, float, int, str, list}
 
 

@@ -169,7 +169,8 @@ def linear_grpo_loss(
         sampling_logprobs: `[N]` the sampler's own, for the off-policy mask; None = `old_logprobs`.
 
     Returns:
-        0-d fp32 loss, differentiable in hidden, weight and bias, and GRPOStats with `[N]` logprobs and entropy.
+        0-d fp32 loss, differentiable in hidden, weight and bias, and GRPOStats with `[N]` logprobs and entropy. Until the
+        backward hidden may not be changed in place; autograd says so where that matters.
 
     Raises:
         TypeError, ValueError: what does not fit; before any work.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -537,34 +537,51 @@ def _scaled_sums(ctx, grad_loss: Tensor | None, sums: tuple[Tensor, ...]) -> lis
 def _postponing_forward(ctx, *inputs):
     """Where nothing traces, the weight's product may wait for the factor that the backward brings."""
     loss, statistics, gradients = _one_pass(*inputs)
-    outputs, sums, product = (loss, statistics.logprobs, statistics.entropy), gradients.sums(), gradients.product
-    _grpo_context(ctx, inputs, (*outputs, *sums))
-    ctx.product = None
+    product = gradients.product
+    if product is not None and product.cannot_be_saved:
+        product = None
+    sums = gradients.result() if product is None else gradients.sums()
+    outputs = loss, statistics.logprobs, statistics.entropy, *sums
+    _grpo_context(ctx, inputs, outputs)
+    ctx.product = product
     if product is not None:
         need_hidden, _, need_bias = ctx.needs
         ctx.needs = need_hidden, False, need_bias
         # What autograd saves goes when the backward has used it, and must not change until then.
         ctx.save_for_backward(*sums, product.hidden, *product.grad)
-        ctx.product = product._replace(hidden=None, grad=None)
-        ctx.kind = type(product.grad)
+        ctx.product = product._replace(hidden=None, grad=())
     return outputs
 
 
 def _postponing_backward(ctx, grad_loss, *_):
-    if torch.is_grad_enabled():
-        _refuse_second_derivatives(ctx)
     saved = ctx.saved_tensors
-    grads = _scaled_sums(ctx, grad_loss, saved[:3])
-    if ctx.product is not None and grad_loss is not None and ctx.needs_input_grad[1]:
-        product = ctx.product._replace(hidden=saved[3], grad=ctx.kind(*saved[4:]))
-        grads[1] = product.run(grad_loss, ctx.dtypes[1])
+    sums, waiting = saved[:3], saved[3:]
+    grads = _scaled_sums(ctx, grad_loss, sums)
+    if waiting and grad_loss is not None:
+        hidden, *grad = waiting
+        with torch.no_grad():
+            grad_weight = ctx.product._replace(hidden=hidden, grad=tuple(grad)).run(grad_loss, ctx.dtypes[1])
+        grads[1] = _DifferentiableOnce.apply(grad_weight, sums[0]) if torch.is_grad_enabled() else grad_weight
     return tuple(grads)
+
+
+class _DifferentiableOnce(torch.autograd.Function):
+    """A gradient that says so where it is differentiated; `anchor`: an output of what it is the gradient of."""
+
+    @staticmethod
+    def forward(ctx, grad, anchor):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        _refuse_second_derivatives(ctx)
 
 
 run_linear_grpo = with_autograd(
     linear_grpo_op, _grpo_context, _grpo_backward, direct=(_postponing_forward, _postponing_backward)
 )
-"""`fastgrpo::linear_grpo` with the least work around it; behind log-probs and entropy only the op itself has the gradients."""
+"""`fastgrpo::linear_grpo` with the least work around it. Loss, log-probs and entropy are the same everywhere; behind them the
+weight's gradient is empty where it waits for the backward."""
 
 
 def objective_constants(objective: Objective) -> list[float]:
@@ -607,7 +624,12 @@ class _WeightProduct(NamedTuple):
     function: RoundingProduct
     outer: float
     hidden: Tensor | None
-    grad: Any
+    grad: tuple[Tensor | None, ...]
+
+    @property
+    def cannot_be_saved(self) -> bool:
+        """Autograd does not save tensors that were made in inference mode, as hidden states of a frozen model may be."""
+        return any(x is not None and x.is_inference() for x in (self.hidden, *self.grad))
 
     def run(self, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The gradient."""
@@ -619,7 +641,7 @@ class _HeadGradients:
     Sums of the head's gradients over chunks, in fp32 (fp64). `rows`: how many are computed.
 
     `rounded`: give them in the dtypes of the inputs. Where a loss scale is still to come, a 16-bit gradient would
-    underflow, so they stay in fp32.
+    underflow, so they stay in fp32. The weight's may be a `product` instead, which is not formed before its scale is known.
     """
 
     def __init__(
@@ -710,10 +732,14 @@ Rows = Tensor | slice
 def _split(rows: Rows, count: int, size: int) -> Iterator[Rows]:
     """`rows`, of `count` in all, `size` at a time."""
     total = _length(rows)
-    are_all = isinstance(rows, slice) or (rows.is_cuda and total == count)
+    are_all = isinstance(rows, slice) or _can_be_a_slice(rows, count)
     for start in range(0, total, size):
         part = slice(start, min(start + size, total))
         yield part if are_all else rows[part]
+
+
+def _can_be_a_slice(rows: Tensor, count: int) -> bool:
+    return rows.is_cuda and rows.numel() == count
 
 
 def _length(rows: Rows) -> int:

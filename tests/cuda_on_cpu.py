@@ -48,6 +48,7 @@ def serve_on_the_cpu(monkeypatch: pytest.MonkeyPatch, ops: dict[str, Callable[..
             f"fastgrpo.{module}.head_kernels",
             lambda _, dtype: cuda if dtype in (torch.bfloat16, torch.float16) else reference,
         )
+    monkeypatch.setattr("fastgrpo.ops._can_be_a_slice", lambda rows, count: rows.numel() == count)
     monkeypatch.setattr(cuda, "row_is_read_once", lambda *_: False)
     monkeypatch.setattr(cuda, "total_loss", reference.total_loss)
     monkeypatch.setattr(cuda, "weigh_slopes", reference.weigh_slopes)

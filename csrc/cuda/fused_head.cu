@@ -508,11 +508,12 @@ int serves(int device) {
   args.hidden = args.weight = reinterpret_cast<const void*>(std::uintptr_t{1} << 20);  // nothing is read
   CUtensorMap hidden, weight;
   // The driver encodes nothing before the device has a context.
-  const bool ready = !cudaSetDevice(device) && !cudaFree(nullptr);
-  const bool encoded = ready && encode_operands(args, hidden, weight);
-  cudaSetDevice(before);
+  cudaError_t error = before == device ? cudaSuccess : cudaSetDevice(device);
+  if (!error) error = cudaFree(nullptr);
+  const bool encoded = !error && encode_operands(args, hidden, weight);
+  if (before != device) cudaSetDevice(before);
   cudaGetLastError();  // an answer, not an error of the next launch
-  return ready ? encoded : -1;
+  return error == cudaErrorMemoryAllocation ? -1 : encoded;
 }
 
 }  // namespace

@@ -234,11 +234,12 @@ struct Launch {
 int resident_clusters(const Plan& plan, const RowArgs& args, int device) {
   int major = 0, before = 0, clusters = 0;
   if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) || major < 9) return 0;
-  if (cudaGetDevice(&before) || cudaSetDevice(device)) return 0;
+  if (cudaGetDevice(&before)) return 0;
   const Launch launch(plan, args, 1, nullptr);
-  cudaError_t error = launch.allow();
+  cudaError_t error = before == device ? cudaSuccess : cudaSetDevice(device);
+  if (!error) error = launch.allow();
   if (!error) error = cudaOccupancyMaxActiveClusters(&clusters, launch.kernel, &launch.config);
-  cudaSetDevice(before);
+  if (before != device) cudaSetDevice(before);
   cudaGetLastError();  // a card without this kernel is an answer, not an error of the next launch
   if (error == cudaErrorMemoryAllocation) return -1;
   return error ? 0 : clusters;

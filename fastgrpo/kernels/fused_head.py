@@ -81,8 +81,7 @@ def serves_shape(vocabulary: int, width: int) -> bool:
 @torch.compiler.assume_constant_result
 def device_serves(device: torch.device) -> bool:
     """Whether a CUDA device runs the kernel."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return answer_of_device("fastgrpo_fused_head_serves", index)
+    return answer_of_device(device, "fastgrpo_fused_head_serves")
 
 
 def scratch_a_row(vocabulary: int) -> int:
@@ -208,13 +207,12 @@ def rounds_at_once(value_bytes: int, vocabulary: int, width: int) -> bool:
 
 
 def rounded_weight_grad(
-    grad: UnroundedTargets, hidden: Tensor, outer: float, factor: Tensor | None, dtype: torch.dtype
+    parts: tuple[Tensor | None, ...], hidden: Tensor, outer: float, factor: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """A `reference.RoundingProduct`."""
-    hidden = _operand(hidden)
+    """A `reference.RoundingProduct` of `UnroundedTargets`; those that wait for a factor have factors of their own."""
+    grad, hidden = UnroundedTargets(*parts), _operand(hidden)
     if factor is not None:
-        factors = factor.expand(len(hidden)) if grad.factors is None else grad.factors * factor
-        grad = grad._replace(factors=factors.contiguous(), at_target=grad.at_target * factor)
+        grad = grad._replace(factors=grad.factors * factor, at_target=grad.at_target * factor)
     if dtype != torch.bfloat16:
         return _add_weight_grad(None, grad, hidden, outer).to(dtype)
     weighted = _weighted(hidden, grad)

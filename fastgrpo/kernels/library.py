@@ -72,18 +72,28 @@ def load_library() -> ctypes.CDLL | None:
 
 def row_is_read_once(device: torch.device, columns: int) -> bool:
     """Whether rows of this many logits stay on the chip of a CUDA device between their statistics and their gradients."""
+    return answer_of_device(device, "fastgrpo_row_cluster_serves", columns)
+
+
+def answer_of_device(device: torch.device, question: str, *arguments: int) -> bool:
+    """
+    What the library says of a CUDA device, asked once.
+
+    Args:
+        device: without an index, the current one.
+        question: a function of the library; the device's index is its last argument.
+        arguments: those before. An answer of -1, no memory to tell, is a no that is asked again.
+    """
     import torch
 
+    if load_library() is None or not torch.cuda.is_available():
+        return False
     index = torch.cuda.current_device() if device.index is None else device.index
-    return answer_of_device("fastgrpo_row_cluster_serves", columns, index)
-
-
-def answer_of_device(question: str, *arguments: int) -> bool:
-    """What a function of the library says of a device, asked once; -1, no memory to tell, is a no that is asked again."""
-    key = question, *arguments
+    key = question, *arguments, index
     if key not in _answers:
-        library = load_library()
-        answer = 0 if library is None else getattr(library, question)(*arguments)
+        # Torch comes back from another device without making a context on one that has none.
+        with torch.cuda.device(index):
+            answer = getattr(load_library(), question)(*arguments, index)
         if answer < 0:
             return False
         _answers[key] = bool(answer)

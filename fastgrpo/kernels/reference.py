@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,10 +88,10 @@ class HeadCall(NamedTuple):
     entropy_gradient: bool = False
 
 
-RoundingProduct = Callable[[Any, Tensor, float, Tensor | None, torch.dtype], Tensor]
+RoundingProduct = Callable[[tuple[Tensor | None, ...], Tensor, float, Tensor | None, torch.dtype], Tensor]
 """
 `(grad, hidden, outer, factor, dtype)` to `factor * outer * grad.T @ hidden` (`[R, V]`, `[R, H]` to `[V, H]`), rounded once to
-the dtype; a 0-d factor, or None for 1.
+the dtype; a 0-d factor, or None for 1. The gradient is a tuple of tensors, which autograd can save until then.
 """
 
 

@@ -425,7 +425,7 @@ def test_hidden_states_must_not_change_before_a_product_that_waits():
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, torch.float32])
-def test_a_product_that_waits_needs_no_sum_in_float32(weight_dtype):
+def test_a_product_that_waits_needs_no_second_gradient(weight_dtype):
     hidden, weight, targets = make(2048, 2048, 128256)
     leaves = [hidden.requires_grad_(), weight.to(weight_dtype).requires_grad_()]
     del weight

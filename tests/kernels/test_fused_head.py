@@ -27,10 +27,17 @@ needs_library = pytest.mark.skipif(load_library() is None, reason=library_info()
 
 
 class FusedOps:
-    """The ops from the reference's passes, gradients rounded as the kernel rounds them; `calls`: the name and rows of each."""
+    """
+    The ops from the reference's passes, gradients rounded as the kernel rounds them.
+
+    Attributes:
+        calls: the name and rows of each pass.
+        rounded: how often a product rounded the weight's gradient.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
+        self.rounded = 0
 
     def fused_pass(self, *values: Any) -> None:
         *head, logprobs, lse, entropy, grad, at_target, factors, scratch = values
@@ -65,14 +72,25 @@ class FusedOps:
         out.copy_(scale * (out * (1.0 if factors is None else factors.unsqueeze(1)) + terms))
 
     def add_to_targets(self, total, at_target, targets, hidden, scale) -> None:
-        total.index_add_(0, targets, scale * at_target.unsqueeze(1) * hidden.float())
+        total.add_(self.terms(total, at_target, targets, hidden, scale))
 
     def take_targets(self, values, targets, out) -> None:
-        out[:, : len(targets)] = values[:, targets]
+        assert out.is_contiguous() and out.shape[0] == len(values) == len(targets) <= out.shape[1]
+        inside = (targets >= 0) & (targets < values.shape[1])
+        out[:, : len(targets)] = torch.where(inside, values[:, torch.where(inside, targets, 0)], 0.0)
 
     def round_at_targets(self, total, sums, at_target, targets, hidden, scale) -> None:
-        terms = torch.zeros(total.shape).index_add_(0, targets, scale * at_target.unsqueeze(1) * hidden.float())
-        total[targets] = (sums + terms[targets]).to(BF16)
+        assert total.dtype == BF16 and sums.dtype == torch.float32 and sums.shape == hidden.shape
+        self.rounded += 1
+        inside = (targets >= 0) & (targets < len(total))
+        words = targets[inside]
+        total[words] = (sums[inside] + self.terms(total, at_target, targets, hidden, scale)[words]).to(BF16)
+
+    @staticmethod
+    def terms(total, at_target, targets, hidden, scale) -> Tensor:
+        inside = (targets >= 0) & (targets < len(total))
+        rows = torch.where(inside, scale * at_target, 0.0).unsqueeze(1) * hidden.float()
+        return torch.zeros(total.shape).index_add_(0, torch.where(inside, targets, 0), rows)
 
     def scale_rows(self, hidden, factors, out) -> None:
         out.copy_(hidden.float() * factors.unsqueeze(1))
@@ -179,74 +197,115 @@ def test_the_loss_in_one_pass_equals_float64(ops, frozen, loss_type):
     assert max(rows for _, rows in ops.calls) == (8 if frozen else 32)
 
 
+@pytest.fixture
+def products(ops, monkeypatch) -> list[float | None]:
+    """The last factors of products that give a weight's gradient at once, as they run; a head may be small."""
+    factors, product = [], fused_head.rounded_weight_grad
+
+    def recorded(*given: Any) -> Tensor:
+        factors.append(None if given[3] is None else given[3].item())
+        return product(*given)
+
+    monkeypatch.setattr(fused_head, "_LEAST_WEIGHT", 0)
+    monkeypatch.setattr(fused_head, "rounded_weight_grad", recorded)
+    return factors
+
+
+def few(dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, targets = head(dtype)
+    return hidden[:FEW], weight, targets[:FEW]
+
+
+def one_pass(leaves: list[Tensor], targets: Tensor, advantages: list[float], **options: Any) -> Tensor:
+    segments = torch.linspace(0, FEW, len(advantages) + 1).long()
+    objective = Objective("dapo", num_items_in_batch=float(FEW))
+    return linear_grpo_loss(*leaves, targets, segments, torch.tensor(advantages), objective, **options)[0]
+
+
 @pytest.mark.parametrize("weight_dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize("loss_scale", [1.0, 0.3, 4096.0])
+@pytest.mark.parametrize("advantages", [[1.0, -1.0], [1.0, 0.0, -0.5, 0.0]])
 def test_a_single_batch_gives_the_weight_s_gradient_when_its_last_factor_is_known(
-    ops, monkeypatch, weight_dtype, loss_scale
+    ops, products, weight_dtype, loss_scale, advantages
 ):
-    monkeypatch.setattr(fused_head, "_LEAST_WEIGHT", 0)
-    used = []
-    product = fused_head.rounded_weight_grad
-    monkeypatch.setattr(fused_head, "rounded_weight_grad", lambda *given: used.append(given) or product(*given))
-    hidden, weight, targets = head(weight_dtype)
-    hidden, targets = hidden[:FEW].float(), targets[:FEW]
-    segments, advantages = torch.tensor([0, 10, FEW]), torch.tensor([1.0, -1.0])
-    results = []
-    for dtype, compute_dtype in ((None, BF16), (torch.float64, torch.float64)):
-        leaves = [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in (hidden, weight)]
-        loss, _ = linear_grpo_loss(
-            *leaves, targets, segments, advantages, Objective("dapo", num_items_in_batch=float(FEW)), temperature=0.7,
-            compute_dtype=compute_dtype,
-        )  # fmt: skip
-        assert bool(used) is False
-        (loss * loss_scale).backward()
-        results.append([x.grad for x in leaves])
-        if compute_dtype == BF16:
-            (grad, *_), *others = used
-            assert not others and len(grad.values) == int((targets >= 0).sum()) and results[0][1].dtype == weight_dtype
-            used.clear()
-    for ours, truth in zip(*results, strict=True):
-        assert relative_error(ours, truth) <= 4e-3
-    assert results[0][0][targets < 0].eq(0).all()
+    """Beside rows that are ignored, and rows without a coefficient, whose statistics come from the same buffers."""
+    hidden, weight, targets = few(weight_dtype)
+    leaves = [hidden.float().requires_grad_(), weight.requires_grad_()]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    loss = one_pass(leaves, targets, advantages, temperature=0.7, compute_dtype=BF16)
+    assert not products
+    (loss * loss_scale).backward()
+    assert products == [pytest.approx(loss_scale)] and ops.rounded == (weight_dtype == BF16)
+    (one_pass(exact, targets, advantages, temperature=0.7) * loss_scale).backward()
+    for ours, true in zip(leaves, exact, strict=True):
+        assert ours.grad.dtype == ours.dtype and relative_error(ours.grad, true.grad) <= 4e-3
+    assert leaves[0].grad[targets < 0].eq(0).all()
+    assert {name for name, _ in ops.calls} == {"fused_objective"} | ({"fused_pass"} if 0.0 in advantages else set())
 
 
-def test_a_product_that_waits(ops, monkeypatch):
-    """Twice over one graph, for hidden states alone, in two losses at once, and not twice over."""
-    monkeypatch.setattr(fused_head, "_LEAST_WEIGHT", 0)
-    hidden, weight, targets = (x[:FEW] if len(x) == COUNT else x for x in head(BF16))
+def test_a_product_that_waits(products):
+    """Twice over one graph, in two losses at once, and not twice over."""
+    hidden, weight, targets = few()
     targets = targets.clamp(min=0)
-    segments, advantages = torch.tensor([0, FEW]), torch.tensor([1.0])
-
-    def loss_of(*leaves):
-        return linear_grpo_loss(*leaves, targets, segments, advantages, Objective("grpo"))[0]
-
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-    loss = loss_of(*leaves)
+    loss = one_pass(leaves, targets, [1.0])
     once = torch.autograd.grad(loss, leaves, retain_graph=True)
-    (alone,) = torch.autograd.grad(loss, leaves[:1], retain_graph=True)
     again = torch.autograd.grad(loss, leaves)
-    assert all(map(torch.equal, once, again)) and torch.equal(alone, once[0])
+    assert all(map(torch.equal, once, again)) and products == [1.0, 1.0]
     with pytest.raises(RuntimeError, match="a second time"):
         torch.autograd.grad(loss, leaves)
 
-    (loss_of(*leaves) + 3 * loss_of(*leaves)).backward()
+    (one_pass(leaves, targets, [1.0]) + 3 * one_pass(leaves, targets, [1.0])).backward()
     for leaf, grad in zip(leaves, once, strict=True):
         assert relative_error(leaf.grad, 4 * grad.double()) <= 6e-3
+    assert sorted(products) == [1.0, 1.0, 1.0, 3.0]
 
+    with torch.autograd.graph.save_on_cpu():
+        loss = one_pass(leaves, targets, [1.0])
+    assert all(map(torch.equal, torch.autograd.grad(loss, leaves), once)) and len(products) == 5
+
+
+@pytest.mark.parametrize("differentiated", [0, 1])
+def test_second_derivatives_of_others_are_left_alone_and_those_of_a_head_refused(products, differentiated):
+    hidden, weight, targets = few()
+    leaves, other = [x.clone().requires_grad_() for x in (hidden, weight)], torch.tensor(2.0, requires_grad=True)
+    total = one_pass(leaves, targets, [1.0]) + other**3
+    *ours, of_other = torch.autograd.grad(total, [*leaves, other], create_graph=True)
+    assert torch.autograd.grad(of_other, other)[0] == 12 and len(products) == 1
     with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.autograd.grad(loss_of(*leaves), leaves, create_graph=True)
+        ours[differentiated].float().sum().backward()
 
 
-@pytest.mark.parametrize("trained_alone", [True, False])
-def test_log_probs_of_a_single_batch_give_a_weight_s_gradient_rounded_once(ops, monkeypatch, trained_alone):
-    monkeypatch.setattr(fused_head, "_LEAST_WEIGHT", 0)
-    hidden, weight, targets = (x[:FEW] if len(x) == COUNT else x for x in head(BF16))
+def test_hidden_states_may_not_change_before_a_product_that_waits(products):
+    hidden, weight, targets = few()
+    loss = one_pass([hidden, weight.requires_grad_()], targets.clamp(min=0), [1.0])
+    hidden += 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_inputs_from_inference_mode_are_multiplied_at_once(products):
+    with torch.inference_mode():
+        hidden, weight, targets = few()
+        targets = targets.clamp(min=0)
+    leaf, exact = weight.clone().requires_grad_(), weight.double().clone().requires_grad_()
+    loss = one_pass([hidden, leaf], targets, [1.0, -1.0])
+    assert products == [None]
+    loss.backward()
+    one_pass([hidden.double().clone(), exact], targets.clone(), [1.0, -1.0]).backward()
+    assert relative_error(leaf.grad, exact.grad) <= 4e-3
+
+
+@pytest.mark.parametrize("weight_alone", [True, False])
+def test_log_probs_of_a_single_batch_give_a_weight_s_gradient_rounded_once(ops, products, weight_alone):
+    hidden, weight, targets = few()
     leaves, exact = (
-        [hidden.to(d, copy=True).requires_grad_(not trained_alone), weight.to(d, copy=True).requires_grad_()]
+        [hidden.to(d, copy=True).requires_grad_(not weight_alone), weight.to(d, copy=True).requires_grad_()]
         for d in (BF16, torch.float64)
     )
     upstream = torch.randn(FEW)
     linear_logprob(*leaves, targets, compute_dtype=BF16).logprobs.backward(upstream)
+    assert products == [None] and ops.rounded == 1
     logprobs_float64(logits_float64(*exact), targets)[0].backward(upstream.double())
     for ours, truth in zip(leaves, exact, strict=True):
         assert ours.grad is truth.grad is None or relative_error(ours.grad, truth.grad) <= 4e-3

@@ -4,9 +4,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 import fastgrpo.kernels.library as library
 
@@ -105,14 +107,21 @@ def test_module_looks_at_nothing_when_imported() -> None:
 
 
 def test_a_device_without_memory_to_tell_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [-1, 1]
+    answers, device = [-1, 1], torch.device("cuda", 3)
 
     class Library:
-        def fastgrpo_made_up_serves(self, columns: int, device: int) -> int:
-            assert (columns, device) == (7, 3)
+        def fastgrpo_made_up_serves(self, columns: int, index: int) -> int:
+            assert (columns, index) == (7, 3)
             return answers.pop(0)
 
     monkeypatch.setattr(library, "_answers", {})
     monkeypatch.setattr(library, "load_library", Library)
-    found = [library.answer_of_device("fastgrpo_made_up_serves", 7, 3) for _ in range(3)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    found = [library.answer_of_device(device, "fastgrpo_made_up_serves", 7) for _ in range(3)]
     assert found == [False, True, True] and not answers
+
+
+def test_without_a_card_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not library.answer_of_device(torch.device("cuda"), "fastgrpo_fused_head_serves")

@@ -116,7 +116,7 @@ def head_of(settings: PlanSettings, shape: ModelShape) -> Head:
     fastgrpo, see `fastgrpo.ops` and `fastgrpo.kernels`: hidden states of the scored tokens, and a chunk of fp32 logits
     that becomes its own gradient, or 16-bit values in its place. With a frozen head d logprob / d hidden in fp32; with one
     that trains, the gradient of its weight in fp32, and 16-bit gradients of several chunks: in the forward already, where
-    loss and gradients come from one pass.
+    loss and gradients come from one pass. Where those of all rows are the smaller, they wait for the backward instead.
     """
     tokens, width, words = settings.scored_tokens, shape.hidden, shape.vocabulary
     weight, taken = words * width, tokens * width * settings.weight_bytes
@@ -134,7 +134,8 @@ def head_of(settings: PlanSettings, shape: ModelShape) -> Head:
     gradient, summed = weight * settings.weight_bytes, weight * 4
     if settings.in_one_pass and buffers.waiting:
         kept = buffers.waiting + taken + slope
-        backward = max(kept + taken + gradient + buffers.rounding, gradient + given_back)
+        weighted = tokens * width * settings.compute_bytes
+        backward = max(kept + taken + gradient + weighted + buffers.rounding, gradient + given_back)
         return Head(taken + buffers.in_one_pass + cast + slope, kept, backward, gradient)
     if settings.in_one_pass:
         kept = summed + slope
@@ -181,8 +182,8 @@ def _buffers(settings: PlanSettings, shape: ModelShape) -> _Buffers:
         scratch = 4 * scratch_a_row(words)
         few_of_all, values, weighted = few * (2 * words + scratch), many * 2 * pitch_of(words), many * 2 * width
         if many == tokens and fused_head.rounds_at_once(values, words, width):
-            # In 16 bit also the sums at the targets, and the gradients that those are made of.
-            rounding = weighted + (many * (4 * width + 2 * many) if settings.weight_bytes == 2 else 0)
+            # The sums at the targets, and the gradients that those are made of.
+            rounding = many * (4 * width + 2 * many) if settings.weight_bytes == 2 else 0
             return _Buffers(few_of_all, few * scratch, values + many * scratch, values, values, rounding)
         return _Buffers(few_of_all, few * scratch, values + many * scratch + weighted, values)
     rows = plan.rows(tokens, words * 4, _DEVICE, CUDA_ROWS)
