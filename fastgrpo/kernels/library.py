@@ -86,11 +86,13 @@ def answer_of_device(device: torch.device, question: str, *arguments: int) -> bo
     """
     import torch
 
-    if load_library() is None or not torch.cuda.is_available():
-        return False
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = device.index
+    if index is None and torch.cuda.is_available():
+        index = torch.cuda.current_device()
     key = question, *arguments, index
     if key not in _answers:
+        if load_library() is None or not torch.cuda.is_available():
+            return False
         # Torch comes back from another device without making a context on one that has none.
         with torch.cuda.device(index):
             answer = getattr(load_library(), question)(*arguments, index)
