@@ -42,6 +42,8 @@ from fastgrpo.row_local import row_inputs, row_stats
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _IGNORED = -1
+# Leaves products of common size within float32.
+_LARGEST_FACTOR = 1e30
 
 
 class LogProbs(NamedTuple):
@@ -497,6 +499,16 @@ def _check_head(
         raise ValueError(f"softcap is {softcap}; it must be finite and above 0, or None for no softcap.")
     if not abs(logit_scale) < float("inf"):
         raise ValueError(f"logit_scale is {logit_scale}; it must be finite.")
+    for name, above, below in (
+        ("logit_scale / temperature", logit_scale, temperature),
+        ("softcap / temperature", softcap, temperature),
+        ("logit_scale / softcap", logit_scale, softcap),
+    ):
+        if above is not None and below is not None and abs(above / below) > _LARGEST_FACTOR:
+            raise ValueError(
+                f"{name} is {above / below:.3g}, which float32 logits cannot be multiplied by; give values of which it is at "
+                f"most {_LARGEST_FACTOR:.0e}."
+            )
     recording = torch.is_grad_enabled()
     return _Head(
         weight,

@@ -409,6 +409,13 @@ BAD_INPUT = {
         {"targets": torch.empty(4, dtype=torch.long, device="meta")}, ValueError, "targets is on meta.*one device",
     ),
     "temperature 0": ({"temperature": 0.0}, ValueError, "temperature is 0.0.*above 0"),
+    "temperature of almost nothing": (
+        {"temperature": 1e-40},
+        ValueError,
+        r"logit_scale / temperature is 1e\+40, which float32 logits cannot be multiplied by; .* at most 1e\+30",
+    ),
+    "softcap of almost nothing": ({"softcap": 1e-35}, ValueError, r"logit_scale / softcap is 1e\+35"),
+    "softcap of too much": ({"softcap": 1e30, "temperature": 0.5}, ValueError, r"softcap / temperature is 2e\+30"),
     "temperature nan": ({"temperature": float("nan")}, ValueError, "temperature is nan"),
     "temperature a tensor": ({"temperature": torch.ones(4)}, TypeError, "temperature is a Tensor; give a Python number"),
     "softcap inf": ({"softcap": float("inf")}, ValueError, "softcap is inf.*finite"),

@@ -64,8 +64,9 @@ def config_from_numbers(**numbers: int | bool) -> PretrainedConfig:
             and numbers[name] % numbers[divisor]
         ):
             raise ValueError(f"{name} is {numbers[name]}, no multiple of {divisor}, {numbers[divisor]}.")
+    values = {NUMBERS[name]: bool(value) if name == "tied" else value for name, value in numbers.items()}
     try:
-        return LlamaConfig(**{NUMBERS[name]: value for name, value in numbers.items()})
+        return LlamaConfig(**values)
     except Exception as error:  # what else transformers demands of a model
         raise ValueError(f"there is no model of these numbers: {reason(error)}.") from error
 

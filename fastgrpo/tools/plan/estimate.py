@@ -42,6 +42,8 @@ def estimate_memory(
         ValueError: a setting that is not allowed, a model that cannot be described, LoRA targets that match nothing.
     """
     _check_names(changes)
+    if not isinstance(settings, PlanSettings | None):
+        raise TypeError(f"settings is {settings!r}; give PlanSettings or None, and single settings by their names.")
     settings = dataclasses.replace(settings or PlanSettings(), **changes)
     name, config = read_config(model)
     if settings.quantization is None and (found := quantization_of(config)):

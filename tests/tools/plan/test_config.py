@@ -151,6 +151,12 @@ def test_numbers_are_read_to_the_letter(text, message):
         config_from_numbers(**parse_numbers(text))
 
 
+@pytest.mark.parametrize(("text", "tied"), [("tied=1", True), ("tied=0", False), ("tied=true", True), ("", False)])
+def test_whether_weights_are_tied_is_said_in_words_or_digits(text, tied):
+    sizes = "hidden=64,layers=2,heads=4,intermediate=128,vocabulary=100,"
+    assert config_from_numbers(**parse_numbers(sizes + text)).tie_word_embeddings is tied
+
+
 def test_an_architecture_without_a_decoder_is_said_and_libraries_keep_to_themselves(tmp_path, capfd):
     with pytest.raises(ValueError, match="no decoder language model of the t5 architecture"):
         build(read_config(written(tmp_path, {"model_type": "t5"}))[1], "bfloat16", None, "all-linear")

@@ -504,6 +504,8 @@ def test_a_model_is_a_folder_a_file_or_a_configuration(tmp_path):
         estimate_memory(str(tmp_path / "nowhere"))
     with pytest.raises(TypeError, match="model is 3; give a folder"):
         estimate_memory(3)
+    with pytest.raises(TypeError, match="settings is 3; give PlanSettings or None"):
+        estimate_memory(LLAMA, settings=3)
 
 
 def test_numbers_describe_a_llama():
