@@ -25,9 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         Exit status: 0, or 1 where `--compare` finds a ratio that got worse by more than 5 %, or 2 where it cannot compare.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if options.bench == "summary":
         return _summarise(options.files, options.against)
+    _check(options, parser)
     stored = None
     if options.compare:
         try:
@@ -109,6 +111,19 @@ def _compare(run: dict, stored: dict) -> int:
         report.say("the stored run measured something else: other shapes, dtypes or options")
         return 2
     return 1 if worse else 0
+
+
+def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program where options ask for what cannot be, before anything is measured."""
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device is {options.device}, and torch sees no CUDA device here; give cpu")
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}; give at least 1")
+    least = 2 if options.bench == "train" else 1
+    if getattr(options, "steps", least) < least:
+        parser.error(
+            f"--steps is {options.steps}; give at least {least}" + ", times are those after the first" * (least > 1)
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

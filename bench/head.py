@@ -110,7 +110,9 @@ def run(
     """
     shapes = QUICK_SHAPES if quick else CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES
     if only is not None:
-        shapes = tuple(shape for shape in shapes if any(part in shape.name for part in only))
+        every, shapes = shapes, tuple(shape for shape in shapes if any(part in shape.name for part in only))
+        if not shapes:
+            raise SystemExit(f"no shape's name holds {' or '.join(only)}; they are {', '.join(s.name for s in every)}")
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     settings = {"shapes": [asdict(shape) for shape in shapes], "rounds": rounds, "warm_ups": warm_ups}

@@ -168,7 +168,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "head": {
             str(dtype).removeprefix("torch."): head_backend(device.type, dtype).implementation
-            for dtype in (torch.bfloat16, torch.float32)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
         },
     }
 

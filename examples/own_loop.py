@@ -38,6 +38,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--prompts", type=int, default=8, help="prompts a step")
     parser.add_argument("--group", type=int, default=8, help="completions a prompt")
     options = parser.parse_args(arguments)
+    if options.group < 2:
+        parser.error(f"--group is {options.group}; advantages compare completions of a prompt, so give at least 2")
 
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer)

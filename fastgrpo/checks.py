@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+_LARGEST_NUMBER = 10**300
+
 
 def require_tensor(name: str, value: Any) -> None:
     """Raises `TypeError` unless `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; give a torch.Tensor.")
+
+
+def require_dense(name: str, value: Tensor) -> None:
+    """Raises `TypeError` for sparse and nested tensors."""
+    if value.layout != torch.strided or value.is_nested:
+        raise TypeError(f"{name} is {'nested' if value.is_nested else value.layout}; give an ordinary, dense tensor.")
 
 
 def require_device_of(other_name: str, other: Tensor, name: str, value: Tensor) -> None:
@@ -31,6 +39,8 @@ def require_number(name: str, value: Any) -> None:
     """Raises `TypeError` unless `value` is a Python number; a tensor would lose its gradient without a word."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} is a {type(value).__name__}; give a Python number.")
+    if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
+        raise TypeError(f"{name} is a whole number of {len(str(abs(value)))} digits; give one that a float holds.")
 
 
 def require_flag(name: str, value: Any) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastgrpo.checks import (
     refuse_forward_mode,
+    require_dense,
     require_device_of,
     require_flag,
     require_float,
@@ -42,8 +43,6 @@ from fastgrpo.row_local import row_inputs, row_stats
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _IGNORED = -1
-# Leaves products of common size within float32.
-_LARGEST_FACTOR = 1e30
 
 
 class LogProbs(NamedTuple):
@@ -467,6 +466,7 @@ def _check_head(
     for name, value in (("hidden", hidden), ("weight", weight), ("targets", targets), ("bias", bias)):
         if name != "bias" or value is not None:
             require_tensor(name, value)
+            require_dense(name, value)
     refuse_forward_mode(hidden, weight, bias)
     if hidden.dim() != 2:
         raise ValueError(
@@ -490,6 +490,8 @@ def _check_head(
         if value is not None:
             require_device_of("hidden", hidden, name, value)
     require_device_of("hidden", hidden, "targets", targets)
+    if hidden.device.type == "meta":
+        raise ValueError("hidden is on meta and has no values; give tensors on a device.")
     for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
         if name != "softcap" or value is not None:
             require_number(name, value)
@@ -499,16 +501,12 @@ def _check_head(
         raise ValueError(f"softcap is {softcap}; it must be finite and above 0, or None for no softcap.")
     if not abs(logit_scale) < float("inf"):
         raise ValueError(f"logit_scale is {logit_scale}; it must be finite.")
-    for name, above, below in (
-        ("logit_scale / temperature", logit_scale, temperature),
-        ("softcap / temperature", softcap, temperature),
-        ("logit_scale / softcap", logit_scale, softcap),
-    ):
-        if above is not None and below is not None and abs(above / below) > _LARGEST_FACTOR:
-            raise ValueError(
-                f"{name} is {above / below:.3g}, which float32 logits cannot be multiplied by; give values of which it is at "
-                f"most {_LARGEST_FACTOR:.0e}."
-            )
+    compute_dtype = _resolve_compute_dtype(hidden, compute_dtype)
+    if compute_dtype != torch.float64 and temperature < torch.finfo(torch.float32).tiny:
+        raise ValueError(
+            f"temperature is {temperature}, less than float32 can divide by; give a larger one, or take the target of the "
+            "largest logit."
+        )
     recording = torch.is_grad_enabled()
     return _Head(
         weight,
@@ -516,7 +514,7 @@ def _check_head(
         float(temperature),
         float(logit_scale),
         None if softcap is None else float(softcap),
-        _resolve_compute_dtype(hidden, compute_dtype),
+        compute_dtype,
         recording and hidden.requires_grad,
         recording and weight.requires_grad,
         recording and bias is not None and bias.requires_grad,

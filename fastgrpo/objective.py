@@ -109,6 +109,7 @@ class Objective:
         for name in ("gradient_accumulation_steps", "num_processes"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least 1.")
+        _require_items(self.num_items_in_batch)
         if self.steps_per_generation is not None and self.steps_per_generation < 1:
             raise ValueError(f"steps_per_generation is {self.steps_per_generation}; give at least 1, or None.")
         if self.loss_type == "dr_grpo" and (self.max_completion_length is None or self.max_completion_length < 1):
@@ -709,6 +710,16 @@ def require_objective(objective: object) -> None:
     """Raises `TypeError` unless it is an `Objective`."""
     if not isinstance(objective, Objective):
         raise TypeError(f"objective is a {type(objective).__name__}; give fastgrpo.Objective(loss_type=..., ...).")
+
+
+def _require_items(items: float | Tensor | None) -> None:
+    if isinstance(items, Tensor):
+        if items.numel() != 1:
+            raise ValueError(f"num_items_in_batch has shape {tuple(items.shape)}; it must be one number.")
+    elif items is not None:
+        require_number("num_items_in_batch", items)
+        if not 0 <= items < math.inf:
+            raise ValueError(f"num_items_in_batch is {items}; give a count of tokens, or None.")
 
 
 def _require_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -93,5 +93,7 @@ def test_vllm_colocate_with_a_stand_in_for_the_engine(example):
 
 def test_a_loop_of_ones_own_raises_its_reward_without_trl(example):
     assert "trl" not in re.findall(r"^(?:from|import) (\w+)", (EXAMPLES / "own_loop.py").read_text(), re.MULTILINE)
+    with pytest.raises(SystemExit):
+        example("own_loop.py").main(["--group", "1"])
     history = example("own_loop.py").main(["--steps", "40"])
     assert sum(history[-10:]) > sum(history[:10]) + 0.5

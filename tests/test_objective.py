@@ -768,6 +768,12 @@ BAD_OBJECTIVES = {
     "temperature below 0": ({"sapo_temperature_neg": -1.0}, "sapo_temperature_neg is -1.0; give a number above 0"),
     "temperature nan": ({"sapo_temperature_neg": math.nan}, "sapo_temperature_neg is nan; give"),
     "accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0; give .* at least 1"),
+    "negative items": ({"num_items_in_batch": -3}, "num_items_in_batch is -3; give a count of tokens, or None"),
+    "nan items": ({"num_items_in_batch": float("nan")}, "num_items_in_batch is nan"),
+    "two items": (
+        {"num_items_in_batch": torch.tensor([12, 3])},
+        r"num_items_in_batch has shape \(2,\); it must be one",
+    ),
     "processes": ({"num_processes": 0}, "num_processes is 0; give .* at least 1"),
     "steps per generation": ({"steps_per_generation": 0}, "steps_per_generation is 0; give at least 1, or None"),
     "dr_grpo without a length": ({"loss_type": "dr_grpo"}, "divides by max_completion_length, which is None; give"),

@@ -339,3 +339,29 @@ def test_a_run_that_is_cut_off_has_stored_what_it_measured(bench, tmp_path, monk
         main(options)
     run = json.loads(path.read_text())
     assert run["unfinished"] is True and run["rows"] and run["ratios"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--quick", "--steps", "1"], "--steps is 1; give at least 2, times are those after the first"),
+        (["head", "--quick", "--rounds", "0"], "--rounds is 0; give at least 1"),
+        (["log", "--steps", "0"], "--steps is 0; give at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_first(arguments: list[str], message: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([*arguments[:1], "--device", "cpu", *arguments[1:]])
+    assert message in capsys.readouterr().err
+
+
+def test_a_name_that_no_shape_has_is_an_error() -> None:
+    with pytest.raises(SystemExit, match="no shape's name holds nothing; they are quick"):
+        main(["head", "--device", "cpu", "--quick", "--only", "nothing"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_a_card_that_is_not_there_is_said_first(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["head", "--device", "cuda", "--quick"])
+    assert "torch sees no CUDA device here; give cpu" in capsys.readouterr().err
