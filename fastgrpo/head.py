@@ -126,6 +126,7 @@ def linear_logprob(
     require_flag("entropy_requires_grad", entropy_requires_grad)
     require_flag("skip_ignored", skip_ignored)
     head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
+    hidden, targets = _savable(head, hidden, targets)
     entropy_gradient = return_entropy and entropy_requires_grad
     use = _use_of_scoring(hidden, head, entropy_gradient)
     chunk_rows = _chunk_rows(plan, hidden, head, use, return_entropy, entropy_gradient)
@@ -179,6 +180,7 @@ def linear_grpo_loss(
     require_objective(objective)
     plan = ChunkPlan(chunk_bytes, num_chunks, logit_chunk_multiplier)
     head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
+    hidden, targets = _savable(head, hidden, targets)
     count, batch = hidden.shape[0], _check_segments(segments, hidden)
     per_row = {
         "old_logprobs": old_logprobs,
@@ -305,6 +307,7 @@ def linear_grpo_rows(
     require_objective(objective)
     plan = ChunkPlan(chunk_bytes, num_chunks, logit_chunk_multiplier)
     head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
+    hidden, targets = _savable(head, hidden, targets)
     _check_values(hidden, terms._asdict(), {hidden.shape[0]})
     chunk_rows = _chunk_rows(plan, hidden, head, Use.OBJECTIVE, True, terms.entropy_weights is not None)
     return _row_local_loss(hidden, targets.long(), head, objective, terms, chunk_rows)
@@ -519,6 +522,13 @@ def _check_head(
         recording and weight.requires_grad,
         recording and bias is not None and bias.requires_grad,
     )
+
+
+def _savable(head: _Head, *values: Tensor) -> tuple[Tensor, ...]:
+    """Autograd saves no tensor that was made in inference mode, as hidden states below a head that trains alone may be."""
+    if torch.compiler.is_compiling() or not head.trains:
+        return values
+    return tuple(x.clone() if x.is_inference() else x for x in values)
 
 
 def _resolve_compute_dtype(hidden: Tensor, compute_dtype: torch.dtype | None) -> torch.dtype:

@@ -537,10 +537,7 @@ def _scaled_sums(ctx, grad_loss: Tensor | None, sums: tuple[Tensor, ...]) -> lis
 def _postponing_forward(ctx, *inputs):
     """Where nothing traces, the weight's product may wait for the factor that the backward brings."""
     loss, statistics, gradients = _one_pass(*inputs)
-    product = gradients.product
-    if product is not None and product.cannot_be_saved:
-        product = None
-    sums = gradients.result() if product is None else gradients.sums()
+    sums, product = gradients.sums(), gradients.product
     outputs = loss, statistics.logprobs, statistics.entropy, *sums
     _grpo_context(ctx, inputs, outputs)
     ctx.product = product
@@ -625,11 +622,6 @@ class _WeightProduct(NamedTuple):
     outer: float
     hidden: Tensor | None
     grad: tuple[Tensor | None, ...]
-
-    @property
-    def cannot_be_saved(self) -> bool:
-        """Autograd does not save tensors that were made in inference mode, as hidden states of a frozen model may be."""
-        return any(x is not None and x.is_inference() for x in (self.hidden, *self.grad))
 
     def run(self, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The gradient."""

@@ -394,6 +394,17 @@ def test_a_nan_row_that_the_loss_leaves_out_gets_no_gradient(frozen):
     assert hidden.grad[2].eq(0).all() and hidden.grad[[0, 1, 3, 4]].ne(0).any()
 
 
+def test_hidden_states_from_inference_mode_train_a_head():
+    with torch.inference_mode():
+        hidden, weight, targets, _ = make(5, 8, 11, torch.float32)
+    results = []
+    for states, words in ((hidden, targets), (hidden.clone(), targets.clone())):
+        leaf = weight.clone().requires_grad_()
+        linear_logprob(states, leaf, words).logprobs.sum().backward()
+        results.append(leaf.grad)
+    assert torch.equal(*results)
+
+
 def test_a_softcap_that_nothing_reaches_is_none():
     hidden, weight, targets, _ = make(5, 8, 11, torch.float32)
     capped, plain = (linear_logprob(hidden, weight, targets, softcap=softcap).logprobs for softcap in (1e30, None))

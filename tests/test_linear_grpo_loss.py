@@ -597,6 +597,25 @@ def test_int32_targets_int64_segments_and_strided_hidden_are_taken():
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
 
+@every_level
+def test_hidden_states_from_inference_mode_train_a_head(level):
+    with torch.inference_mode():
+        rows = make(LENGTHS, torch.float32, on_policy=False, trains=(True, False))
+    results = []
+    for of in (lambda x: x, torch.clone):
+        weight, values = (
+            rows.weight.clone().requires_grad_(),
+            {k: v if v is None else v.clone() for k, v in rows.values.items()},
+        )
+        offsets = torch.tensor([0, *itertools.accumulate(rows.lengths)])
+        loss, _ = linear_grpo_loss(
+            of(rows.hidden), weight, of(rows.targets), offsets, objective=objective("grpo", level), **values
+        )
+        loss.backward()
+        results.append(weight.grad)
+    assert torch.equal(*results)
+
+
 def test_inputs_are_left_as_they_are():
     rows = make(on_policy=False, per_row=("advantages", "sampler_ratio"), leave_out=(), **HEADS["trained, bias"])
     before = [x.clone() for x in (rows.hidden, rows.weight, rows.targets, *rows.values.values())]

@@ -284,18 +284,6 @@ def test_hidden_states_may_not_change_before_a_product_that_waits(products):
         loss.backward()
 
 
-def test_inputs_from_inference_mode_are_multiplied_at_once(products):
-    with torch.inference_mode():
-        hidden, weight, targets = few()
-        targets = targets.clamp(min=0)
-    leaf, exact = weight.clone().requires_grad_(), weight.double().clone().requires_grad_()
-    loss = one_pass([hidden, leaf], targets, [1.0, -1.0])
-    assert products == [None]
-    loss.backward()
-    one_pass([hidden.double().clone(), exact], targets.clone(), [1.0, -1.0]).backward()
-    assert relative_error(leaf.grad, exact.grad) <= 4e-3
-
-
 @pytest.mark.parametrize("weight_alone", [True, False])
 def test_log_probs_of_a_single_batch_give_a_weight_s_gradient_rounded_once(ops, products, weight_alone):
     hidden, weight, targets = few()
