@@ -505,11 +505,9 @@ def _check_head(
     if not abs(logit_scale) < float("inf"):
         raise ValueError(f"logit_scale is {logit_scale}; it must be finite.")
     compute_dtype = _resolve_compute_dtype(hidden, compute_dtype)
-    if compute_dtype != torch.float64 and temperature < torch.finfo(torch.float32).tiny:
-        raise ValueError(
-            f"temperature is {temperature}, less than float32 can divide by; give a larger one, or take the target of the "
-            "largest logit."
-        )
+    least = torch.finfo(torch.float32).tiny
+    if compute_dtype != torch.float64 and temperature < least:
+        raise ValueError(f"temperature is {temperature}, less than float32 can divide by; give at least {least:.1e}.")
     recording = torch.is_grad_enabled()
     return _Head(
         weight,

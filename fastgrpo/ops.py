@@ -380,31 +380,13 @@ def linear_grpo_op(
     return loss, statistics.logprobs, statistics.entropy, *gradients.result()
 
 
-def _one_pass(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    advantages: Tensor,
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    multiplier: Tensor | None,
-    phi: Tensor | None,
-    token_weights: Tensor,
-    entropy_weights: Tensor | None,
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    chunk_rows: int,
-    compute_dtype: torch.dtype,
-    loss_type: str,
-    constants: list[float],
-    with_entropy: bool,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-) -> tuple[Tensor, _Statistics, _HeadGradients]:
-    """What `fastgrpo::linear_grpo` does, up to what its gradients are returned as."""
+def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
+    """What `fastgrpo::linear_grpo` does with its arguments, up to what its gradients are returned as."""
+    (
+        hidden, weight, targets, bias, advantages, old_logprobs, ref_logprobs, multiplier, phi, token_weights,
+        entropy_weights, temperature, logit_scale, softcap, chunk_rows, compute_dtype, loss_type, constants, with_entropy,
+        need_hidden, need_weight, need_bias,
+    ) = inputs  # fmt: skip
     transform = Transform(temperature, logit_scale, softcap)
     objective = _known_objective(loss_type, *constants)
     dtype = accumulation_dtype(compute_dtype)
@@ -688,12 +670,11 @@ class _HeadGradients:
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of hidden, weight and bias; empty where not needed."""
         grad_hidden, grad_weight, grad_bias = self.sums()
-        weight_dtype = self.weight.dtype if self.rounded else grad_weight.dtype
+        weight_dtype = bias_dtype = self.operands.accumulate
+        if self.rounded:
+            weight_dtype, bias_dtype = self.weight.dtype, (self.weight if self.bias is None else self.bias).dtype
         if self.product is not None:
             grad_weight = self.product.run(None, weight_dtype)
-        bias_dtype = (
-            grad_bias.dtype if not self.rounded else self.weight.dtype if self.bias is None else self.bias.dtype
-        )
         return grad_hidden, grad_weight.to(weight_dtype), grad_bias.to(bias_dtype)
 
 

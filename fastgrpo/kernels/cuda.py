@@ -22,6 +22,7 @@ from fastgrpo.kernels.rows import (
     Gradients,
     ScaledRows,
     UnroundedTargets,
+    add_product,
     contiguous,
     objective_arguments,
     pitch_of,
@@ -315,13 +316,11 @@ def add_weight_grad(
     if isinstance(grad, UnroundedTargets):
         return fused_head.add_weight_grad(total, grad, hidden, operands)
     values, factors = _parts(grad)
-    hidden, alpha, beta = hidden.to(operands.compute_dtype), operands.transform.outer, 1.0
+    hidden, alpha = hidden.to(operands.compute_dtype), operands.transform.outer
     if factors is not None:
         largest, shares = grad.shares
         hidden, alpha = hidden * shares.unsqueeze(1), alpha * largest
-    if total is None:
-        total, beta = hidden.new_empty(values.shape[1], hidden.shape[1], dtype=operands.accumulate), 0.0
-    return torch.addmm(total, values.t(), hidden, beta=beta, alpha=alpha, out_dtype=operands.accumulate, out=total)
+    return add_product(total, values.t(), hidden, alpha)
 
 
 def rounding_product(grad: Gradients, width: int) -> RoundingProduct | None:

@@ -15,6 +15,7 @@ from fastgrpo.kernels.library import answer_of_device
 from fastgrpo.kernels.reference import HeadCall, Operands, RowPass, RowStatistics, TokenObjective, Use
 from fastgrpo.kernels.rows import (
     UnroundedTargets,
+    add_product,
     contiguous,
     objective_arguments,
     pitch_of,
@@ -222,18 +223,14 @@ def rounded_weight_grad(
     rows = len(hidden)
     at_targets = hidden.new_empty(rows, pitch_of(rows))
     torch.ops.fastgrpo.take_targets(grad.values, grad.targets, at_targets)
-    sums = _scaled_product(at_targets[:, :rows].t(), weighted, outer)
+    sums = add_product(None, at_targets[:, :rows].t(), weighted, outer)
     torch.ops.fastgrpo.round_at_targets(total, sums, grad.at_target, grad.targets, hidden, outer)
     return total
 
 
 def _add_weight_grad(total: Tensor | None, grad: UnroundedTargets, hidden: Tensor, outer: float) -> Tensor:
     """`total`, in fp32, and what the weight receives from these rows, in place; None = 0."""
-    weighted = _weighted(hidden, grad)
-    if total is None:
-        total = _scaled_product(grad.values.t(), weighted, outer)
-    else:
-        torch.addmm(total, grad.values.t(), weighted, beta=1.0, alpha=outer, out_dtype=total.dtype, out=total)
+    total = add_product(total, grad.values.t(), _weighted(hidden, grad), outer)
     torch.ops.fastgrpo.add_to_targets(total, grad.at_target, grad.targets, hidden, outer)
     return total
 
@@ -245,12 +242,6 @@ def _weighted(hidden: Tensor, grad: UnroundedTargets) -> Tensor:
     weighted = torch.empty_like(hidden)
     torch.ops.fastgrpo.scale_rows(hidden, grad.factors, weighted)
     return weighted
-
-
-def _scaled_product(a: Tensor, b: Tensor, by: float) -> Tensor:
-    """`by * a @ b` in fp32, of which nothing clears the memory before."""
-    out = b.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
-    return torch.addmm(out, a, b, beta=0.0, alpha=by, out_dtype=out.dtype, out=out)
 
 
 def _gradients(operands: FusedOperands, targets: Tensor) -> UnroundedTargets:

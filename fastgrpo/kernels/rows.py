@@ -82,6 +82,14 @@ def rows_a_batch(chunk_rows: int, most_chunks: int) -> int:
     return min(-(-_ROWS_A_BATCH // chunk_rows), most_chunks) * chunk_rows
 
 
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, by: float) -> Tensor:
+    """`total + by * a @ b` in fp32, in place of `total`; None = 0, and nothing clears the memory before."""
+    beta = 1.0
+    if total is None:
+        total, beta = b.new_empty(a.shape[0], b.shape[1], dtype=torch.float32), 0.0
+    return torch.addmm(total, a, b, beta=beta, alpha=by, out_dtype=total.dtype, out=total)
+
+
 def objective_arguments(objective: TokenObjective) -> tuple[list[Tensor | None], list[float]]:
     """What the ops take of every row, but the weights of entropies, and the objective's place and constants."""
     rows = [
