@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import warnings
@@ -62,7 +63,7 @@ OPTIONS = {
     "accumulation": {"gradient_accumulation_steps": 4, "steps_per_generation": 8, "num_processes": 2},
     "evaluation": {"training": False, "gradient_accumulation_steps": 4},
     "items": {"num_items_in_batch": 300.0, "num_processes": 2, "gradient_accumulation_steps": 3},
-    "items on the device": {"num_items_in_batch": "tensor", "gradient_accumulation_steps": 2},
+    "items on the device": {"num_items_in_batch": torch.tensor(123), "gradient_accumulation_steps": 2},
 }
 
 
@@ -84,8 +85,8 @@ def both(monkeypatch, objective, lengths, level="token", on_policy=False, per_ro
     noise = torch.randn(count, device="cuda") * 0.05
     ref = -5.5 + torch.randn(count, device="cuda")
     loss_mask = torch.rand(count, device="cuda") > 0.3 if mask else None
-    if objective.num_items_in_batch == "tensor":
-        object.__setattr__(objective, "num_items_in_batch", torch.tensor(123, device="cuda"))
+    if isinstance(objective.num_items_in_batch, torch.Tensor):
+        objective = dataclasses.replace(objective, num_items_in_batch=objective.num_items_in_batch.cuda())
     results = []
     for serves in (True, False):
         monkeypatch.setattr("fastgrpo.head.has_row_kernels", lambda *_, serves=serves: serves)
