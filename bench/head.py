@@ -60,6 +60,8 @@ CUDA_SHAPES = (
         )
     ),
     Shape("Gemma, softcap 30", hidden=2304, vocabulary=262144, sequences=8, width=1024, masked=0.0, softcap=30.0),
+    # Llama 3.2 with one word added to it.
+    Shape("8192 x 2048 x 128257, odd V", hidden=2048, vocabulary=128257, sequences=8, width=1024, masked=0.0),
     Shape("Qwen3-1.7B, 40 % masked", hidden=2048, vocabulary=151936, sequences=16, width=1024),
 )
 QUICK_SHAPES = (Shape("quick", hidden=64, vocabulary=1009, sequences=4, width=32),)

@@ -366,8 +366,8 @@ struct FusedCall {
       fail(op, ": hidden has shape ", shape_of(hidden), " and weight ", shape_of(weight), "; they must be [rows, H] and [V, H].");
     }
     check = {op, "hidden", hidden.size(0), weight.size(0), hidden.get_device_index()};
-    if (check.columns % 32 != 0 || check.columns == 0 || hidden.size(1) % 8 != 0 || hidden.size(1) == 0) {
-      fail(op, ": weight has shape ", shape_of(weight), "; V must be a multiple of 32, and H of 8. row_pass and its like serve others.");
+    if (check.columns == 0 || hidden.size(1) % 8 != 0 || hidden.size(1) == 0) {
+      fail(op, ": weight has shape ", shape_of(weight), "; H must be a multiple of 8, and V at least 1. row_pass and its like serve others.");
     }
     // So that tiles can be counted in 32 bits.
     if (check.rows > (1 << 20) || check.columns > (1 << 26)) {
@@ -398,8 +398,10 @@ struct FusedCall {
     if (grad.scalar_type() != ScalarType::BFloat16) {
       fail(check.op, ": the gradient is ", name_of(grad.scalar_type()), "; it must be torch.bfloat16.");
     }
-    if (check.rows > 0 && grad.stride(0) % 8 != 0) {
-      fail(check.op, ": the rows of the gradient are ", grad.stride(0), " elements apart; they must be a multiple of 8 apart.");
+    const int64_t written = (check.columns + 31) / 32 * 32;
+    if (check.rows > 0 && (grad.stride(0) % 8 != 0 || grad.stride(0) < written)) {
+      fail(check.op, ": the rows of the gradient are ", grad.stride(0), " elements apart; they must be a multiple of 8 apart, and ",
+           written, " at least, which a row is written to.");
     }
     args.row.grad = grad.data_ptr();
     args.row.grad_pitch = grad.stride(0);

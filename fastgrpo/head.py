@@ -113,7 +113,8 @@ def linear_logprob(
         entropy_requires_grad: False returns the entropy without gradient, which with a frozen head saves a third of the
             work where it is only logged.
         skip_ignored: False where (nearly) all rows count: on CUDA ignored rows are then computed too, with the same result,
-            but with a frozen head the host need not wait for the device to learn which they are.
+            but with a frozen head the host need not wait for the device to learn which they are. (A backward that computes
+            logits again does wait.)
 
     Returns:
         LogProbs, differentiable in hidden, weight and bias, once and in reverse mode.

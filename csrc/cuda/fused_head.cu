@@ -21,7 +21,8 @@
 // stage of shared memory is free when all four warp groups that read it say so.
 //
 // Columns of a tile are permuted in groups of 32 as they are copied, so that a thread ends with eight neighbours, 16 bytes of E:
-// a tensor of five dimensions, column 32 g + 8 q + 2 i + b at (b, q, i, g), is copied in the order g, i, q, b.
+// a tensor of five dimensions, column 32 g + 8 q + 2 i + b at (b, q, i, g), is copied in the order g, i, q, b. Where the last group
+// is not whole, its half of the strip is copied two columns at a time, and zeros for those behind the last, which then are no logits.
 #include <atomic>
 
 #include "../export.h"
@@ -35,6 +36,7 @@ namespace {
 constexpr int kTileRows = 128, kStrip = 256, kDepth = 64;
 constexpr int kPermuted = 32;  // columns that are permuted among themselves: a group
 constexpr int kCluster = 2;
+constexpr int kHalfStrip = kStrip / kCluster;  // what a block copies, for both
 constexpr int kStages = 4;
 constexpr int kHiddenBytes = kTileRows * kDepth * 2, kWeightBytes = kStrip * kDepth * 2, kStageBytes = kHiddenBytes + kWeightBytes;
 constexpr int kSwizzleBytes = 1024;  // what a stage must be aligned to
@@ -114,7 +116,31 @@ struct Ring {
   }
 };
 
-__device__ __forceinline__ void produce(const Ring& ring, const CUtensorMap& hidden, const CUtensorMap& weight, const Tiles& tiles,
+// Weight in groups of columns and, for the half strip whose last group is not whole, in pairs; -1: there is none.
+struct WeightMaps {
+  const CUtensorMap &groups, &pairs;
+  int ragged;
+
+  __device__ WeightMaps(const CUtensorMap& groups, const CUtensorMap& pairs, int columns)
+      : groups(groups), pairs(pairs), ragged(columns % kPermuted == 0 ? -1 : columns / kHalfStrip) {}
+
+  // A box of `half`, into the same place of both blocks.
+  __device__ void copy(unsigned char* shared, int box, int half, unsigned long long* full) const {
+    constexpr unsigned short kBoth = (1 << kCluster) - 1;
+    if (half != ragged) {
+      ptx::cp_async_bulk_tensor_groups(shared, &groups, box * kDepth, half * (kHalfStrip / kPermuted), full, kBoth);
+      return;
+    }
+#pragma unroll 1
+    for (int pair = 0; pair < kHalfStrip / 2; ++pair) {
+      const int group = pair / (kPermuted / 2), i = pair / 4 % 4, q = pair % 4;
+      ptx::cp_async_bulk_tensor_2d(shared + pair * (2 * kDepth * 2), &pairs, box * kDepth,
+                                   half * kHalfStrip + group * kPermuted + 8 * q + 2 * i, full, kBoth);
+    }
+  }
+};
+
+__device__ __forceinline__ void produce(const Ring& ring, const CUtensorMap& hidden, const WeightMaps& weight, const Tiles& tiles,
                                         int boxes) {
   const int rank = ptx::cluster_ctarank();
   Stage stage;
@@ -125,9 +151,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const CUtensorMap& hid
       unsigned long long* full = &ring.full[stage.index];
       ptx::mbarrier_arrive_expect_tx(full, kStageBytes);
       ptx::cp_async_bulk_tensor_2d(ring.hidden(stage), &hidden, box * kDepth, tile.row, full);
-      ptx::cp_async_bulk_tensor_groups(ring.weight(stage) + rank * (kWeightBytes / kCluster), &weight, box * kDepth,
-                                        (tile.strip * kCluster + rank) * (kStrip / kCluster / kPermuted), full,
-                                        (1 << kCluster) - 1);
+      weight.copy(ring.weight(stage) + rank * (kWeightBytes / kCluster), box, tile.strip * kCluster + rank, full);
       stage.advance();
     }
   }
@@ -200,6 +224,18 @@ __device__ __forceinline__ float take_target(int column, float (&products)[128])
   return product;
 }
 
+// Makes products of columns from `columns` of the strip on logits that are none.
+__device__ __forceinline__ void leave_out(int columns, float (&products)[128]) {
+  const int quarter = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kStrip / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (j / 4 * kPermuted + 8 * quarter + 2 * (j % 4) + i % 2 >= columns) products[4 * j + i] = kNoLogit;
+    }
+  }
+}
+
 // What a thread has of a row: 8 neighbours in each group of 32 columns, of which the strip has `groups`.
 template <FusedPass kPass, bool kSoftcap, int kHalf>
 __device__ __forceinline__ void finish_tile_row(const FusedHeadArgs& args, const ToLogits<kSoftcap>& to_logits, const TileRow& row,
@@ -264,8 +300,8 @@ __device__ __forceinline__ void finish_tile_row(const FusedHeadArgs& args, const
 // `again`: only where a row asked for it.
 template <FusedPass kPass, bool kSoftcap>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    product(const __grid_constant__ CUtensorMap hidden, const __grid_constant__ CUtensorMap weight,
-            const __grid_constant__ FusedHeadArgs args, bool again) {
+    product(const __grid_constant__ CUtensorMap hidden, const __grid_constant__ CUtensorMap groups,
+            const __grid_constant__ CUtensorMap pairs, const __grid_constant__ FusedHeadArgs args, bool again) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if (again && *args.repeat == 0) return;
   extern __shared__ unsigned char shared[];
@@ -286,7 +322,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   const int boxes = (args.width + kDepth - 1) / kDepth;
   if (threadIdx.x < kWarpGroup) {
     ptx::setmaxnreg_dec<40>();
-    if (threadIdx.x == 0) produce(ring, hidden, weight, tiles, boxes);
+    if (threadIdx.x == 0) produce(ring, hidden, WeightMaps(groups, pairs, args.row.columns), tiles, boxes);
     __syncwarp();
   } else {
     ptx::setmaxnreg_inc<232>();
@@ -300,7 +336,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       const TileRow first = tile_row<kPass>(args, tile.row + first_row, tile.strip);
       const TileRow second = tile_row<kPass>(args, tile.row + first_row + 8, tile.strip);
       multiply(ring, stage, consumer, boxes, products);
-      const int groups = (args.row.columns - tile.strip * kStrip) / kPermuted;
+      const int columns = args.row.columns - tile.strip * kStrip, groups = (columns + kPermuted - 1) / kPermuted;
+      if (columns < kStrip && columns % kPermuted != 0) leave_out(columns, products);
       finish_tile_row<kPass, kSoftcap, 0>(args, to_logits, first, tile.strip, groups, products);
       finish_tile_row<kPass, kSoftcap, 1>(args, to_logits, second, tile.strip, groups, products);
     }
@@ -419,7 +456,7 @@ bool encode(CUtensorMap& map, const void* data, const cuuint64_t (&dimensions)[k
                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-using Product = void (*)(CUtensorMap, CUtensorMap, FusedHeadArgs, bool);
+using Product = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, FusedHeadArgs, bool);
 
 // Blocks of a kernel that run at once on a device, asked once; 0 where it has no memory to tell.
 template <FusedPass kPass, bool kSoftcap>
@@ -461,18 +498,25 @@ Kernel kernel_of(FusedPass pass) {
   }
 }
 
-// Hidden states as they are, and the vocabulary in its groups.
-bool encode_operands(const FusedHeadArgs& args, CUtensorMap& hidden, CUtensorMap& weight) {
+struct Maps {
+  CUtensorMap hidden, groups, pairs;
+};
+
+// Hidden states as they are, and the vocabulary in its groups and its pairs. A dimension must not be 0: without a whole group, none
+// of that one is copied but what lies behind it, which is zeros.
+bool encode_operands(const FusedHeadArgs& args, Maps& maps) {
   const cuuint64_t width = args.width, rows = args.row.rows, columns = args.row.columns;
-  return encode<2>(hidden, args.hidden, {width, rows}, {2 * width}, {kDepth, kTileRows}) &&
-         encode<5>(weight, args.weight, {width, 2, 4, 4, columns / kPermuted}, {2 * width, 16 * width, 4 * width, 64 * width},
-                   {kDepth, 2, 4, 4, kStrip / kCluster / kPermuted});
+  const cuuint64_t groups = columns < kPermuted ? 1 : columns / kPermuted;
+  return encode<2>(maps.hidden, args.hidden, {width, rows}, {2 * width}, {kDepth, kTileRows}) &&
+         encode<5>(maps.groups, args.weight, {width, 2, 4, 4, groups}, {2 * width, 16 * width, 4 * width, 64 * width},
+                   {kDepth, 2, 4, 4, kHalfStrip / kPermuted}) &&
+         encode<2>(maps.pairs, args.weight, {width, columns}, {2 * width}, {kDepth, 2});
 }
 
 template <bool kSoftcap>
 int launch(const FusedHeadArgs& args, cudaStream_t stream) {
-  CUtensorMap hidden, weight;
-  if (!encode_operands(args, hidden, weight)) return cudaErrorInvalidValue;
+  Maps maps;
+  if (!encode_operands(args, maps)) return cudaErrorInvalidValue;
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
   const Kernel kernel = kernel_of<kSoftcap>(args.pass);
@@ -482,7 +526,7 @@ int launch(const FusedHeadArgs& args, cudaStream_t stream) {
     return error == cudaSuccess ? cudaErrorNotSupported : error;
   }
   const auto multiply_all = [&](bool again) {
-    kernel.product<<<blocks, kThreads, kSharedBytes, stream>>>(hidden, weight, args, again);
+    kernel.product<<<blocks, kThreads, kSharedBytes, stream>>>(maps.hidden, maps.groups, maps.pairs, args, again);
   };
   if (args.pass == FusedPass::gradients) {
     multiply_all(false);
@@ -506,11 +550,11 @@ int serves(int device) {
   FusedHeadArgs args{};
   args.row.rows = 1, args.row.columns = kPermuted, args.width = 8;
   args.hidden = args.weight = reinterpret_cast<const void*>(std::uintptr_t{1} << 20);  // nothing is read
-  CUtensorMap hidden, weight;
+  Maps maps;
   // The driver encodes nothing before the device has a context.
   cudaError_t error = before == device ? cudaSuccess : cudaSetDevice(device);
   if (!error) error = cudaFree(nullptr);
-  const bool encoded = !error && encode_operands(args, hidden, weight);
+  const bool encoded = !error && encode_operands(args, maps);
   if (before != device) cudaSetDevice(before);
   cudaGetLastError();  // an answer, not an error of the next launch
   return error == cudaErrorMemoryAllocation ? -1 : encoded;

@@ -17,8 +17,8 @@ enum class FusedPass : int {
 
 // Every pointer is to device memory.
 struct FusedHeadArgs {
-  // Of `row`: no logits, no bias, no second gradient; logit_scale above 0; columns a multiple of 32; `grad` bfloat16, rows of which
-  // start at 16 bytes; no entropy_weights, and grad_entropy only where coefficients are given.
+  // Of `row`: no logits, no bias, no second gradient; logit_scale above 0; `grad` bfloat16, rows of which start at 16 bytes and are
+  // written to the next multiple of 32 columns; no entropy_weights, and grad_entropy only where coefficients are given.
   RowArgs row;
   FusedPass pass;
   float* at_target;             // [rows], of rows with a target; null for statistics

@@ -32,10 +32,21 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d(void* shared, const CUte
                : "memory");
 }
 
-// A box of groups of rows, of five dimensions that begin at 0 but for the first and the last, into the same place of every CTA in
-// `ctas`, each of whose barriers counts its bytes.
+// A box of a matrix whose last dimension comes first in `map`, into the same place of every CTA in `ctas`, each of whose barriers
+// counts its bytes.
+__device__ __forceinline__ void cp_async_bulk_tensor_2d(void* shared, const CUtensorMap* map, int column, int row,
+                                                        unsigned long long* barrier, unsigned short ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(ctas)
+      : "memory");
+}
+
+// A box of groups of rows, of five dimensions that begin at 0 but for the first and the last, and likewise into
+// every CTA in `ctas`.
 __device__ __forceinline__ void cp_async_bulk_tensor_groups(void* shared, const CUtensorMap* map, int column, int group,
-                                                                  unsigned long long* barrier, unsigned short ctas) {
+                                                            unsigned long long* barrier, unsigned short ctas) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%2, %3, %3, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),

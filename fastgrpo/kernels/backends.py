@@ -15,7 +15,7 @@ REFERENCE = "reference (torch ops)"
 KERNELS = "row kernels, torch.mm"
 FUSED = "fused product, torch.mm"
 _NOT_FUSED = (
-    "V is no multiple of 32 or H none of 8, or there is a bias, a softcap over 128 temperatures, a scale outside 1e-6 to 1e6, "
+    "H is no multiple of 8, or there is a bias, a softcap over 128 temperatures, a scale outside 1e-6 to 1e6, "
     "a weight that is not contiguous, or an entropy bonus in one pass"
 )
 _HEAD_OPS = ("linear_logprob", "linear_grpo")

@@ -22,12 +22,14 @@ from fastgrpo.kernels.rows import (
     Gradients,
     ScaledRows,
     UnroundedTargets,
-    add_product,
+    add_sum_over_rows,
     contiguous,
     objective_arguments,
     pitch_of,
     rows_a_batch,
     statistics,
+    sum_over_words,
+    word_products,
 )
 from fastgrpo.kernels.sums import grpo_sums
 
@@ -183,7 +185,7 @@ def head_grad(
 def project(hidden: Tensor, operands: CudaOperands) -> Tensor:
     """As `reference.project`, into the buffer, and without the bias, which the row kernel adds."""
     products = operands.products[: hidden.shape[0], : operands.weight.shape[0]]
-    return torch.mm(hidden.to(operands.compute_dtype), operands.weight.t(), out_dtype=torch.float32, out=products)
+    return word_products(hidden.to(operands.compute_dtype), operands.weight, products)
 
 
 def row_pass(
@@ -299,10 +301,7 @@ def back_project(grad: Gradients, operands: CudaOperands | FusedOperands, out: T
     if isinstance(grad, UnroundedTargets):
         return fused_head.back_project(grad, operands, out)
     values, factors = _parts(grad)
-    if out is None:
-        out = torch.mm(values, operands.weight, out_dtype=operands.accumulate)
-    else:
-        torch.mm(values, operands.weight, out_dtype=operands.accumulate, out=out)
+    out = sum_over_words(values, operands.weight, out)
     if factors is not None:
         return out.mul_((operands.transform.outer * factors).unsqueeze(1))
     factor = operands.transform.outer / operands.scale
@@ -320,7 +319,7 @@ def add_weight_grad(
     if factors is not None:
         largest, shares = grad.shares
         hidden, alpha = hidden * shares.unsqueeze(1), alpha * largest
-    return add_product(total, values.t(), hidden, alpha)
+    return add_sum_over_rows(total, values, hidden, alpha)
 
 
 def rounding_product(grad: Gradients, width: int) -> RoundingProduct | None:

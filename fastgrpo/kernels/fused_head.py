@@ -15,16 +15,18 @@ from fastgrpo.kernels.library import answer_of_device
 from fastgrpo.kernels.reference import HeadCall, Operands, RowPass, RowStatistics, TokenObjective, Use
 from fastgrpo.kernels.rows import (
     UnroundedTargets,
-    add_product,
+    add_sum_over_rows,
     contiguous,
     objective_arguments,
     pitch_of,
+    rounded_sum_over_rows,
     rows_a_batch,
     statistics,
+    sum_over_words,
 )
 
-# Columns of one tile, and of a group that is permuted as it is copied: see csrc/cuda/fused_head.cu.
-_STRIP, _GROUP = 256, 32
+# Columns of one tile: see csrc/cuda/fused_head.cu.
+_STRIP = 256
 # The copies' pitch must be a multiple of 16 bytes.
 _WIDTH = 8
 # Within these, a logit that stands for none (kNoLogit in csrc/cuda/row.h) stays one whatever it is multiplied by.
@@ -46,7 +48,7 @@ class FusedOperands(Operands):
 
     Attributes:
         values, factors, at_target: `[batch_rows, V]` and `[batch_rows]` twice, of `UnroundedTargets`; None where none are
-            wanted. A row of values is a multiple of 64 elements from the next.
+            wanted. A row of values is a multiple of 64 elements from the next, and written a little behind its V.
         scratch: fp32, of the kernel's own; None where statistics are given.
     """
 
@@ -59,12 +61,12 @@ class FusedOperands(Operands):
 def serves(call: HeadCall) -> bool:
     """Whether this kernel serves a call."""
     weight, bias, transform, compute_dtype, use, entropy_gradient = call
-    vocabulary, width = weight.shape
+    width = weight.shape[1]
     return (
         weight.is_cuda
         and compute_dtype == torch.bfloat16
         and bias is None
-        and serves_shape(vocabulary, width)
+        and serves_width(width)
         and weight.is_contiguous()
         and _LEAST_SCALE <= transform.outer <= _LARGEST_SCALE
         and (transform.softcap is None or transform.softcap <= _LARGEST_SOFTCAP * transform.temperature)
@@ -74,9 +76,9 @@ def serves(call: HeadCall) -> bool:
     )
 
 
-def serves_shape(vocabulary: int, width: int) -> bool:
-    """Whether this kernel serves a `[V, H]` weight."""
-    return vocabulary % _GROUP == 0 and width % _WIDTH == 0 and width > 0
+def serves_width(width: int) -> bool:
+    """Whether this kernel serves a weight of that H."""
+    return width % _WIDTH == 0 and width > 0
 
 
 @torch.compiler.assume_constant_result
@@ -187,10 +189,7 @@ def head_grad(
 
 def back_project(grad: UnroundedTargets, operands: FusedOperands, out: Tensor | None) -> Tensor:
     """As `reference.back_project`."""
-    if out is None:
-        out = torch.mm(grad.values, operands.weight, out_dtype=operands.accumulate)
-    else:
-        torch.mm(grad.values, operands.weight, out_dtype=operands.accumulate, out=out)
+    out = sum_over_words(grad.values, operands.weight, out)
     torch.ops.fastgrpo.finish_hidden_grad(
         out, grad.factors, grad.at_target, grad.targets, operands.weight, operands.transform.outer
     )
@@ -217,20 +216,20 @@ def rounded_weight_grad(
     if dtype != torch.bfloat16:
         return _add_weight_grad(None, grad, hidden, outer).to(dtype)
     weighted = _weighted(hidden, grad)
-    total = hidden.new_empty(grad.values.shape[1], hidden.shape[1])
-    torch.addmm(total, grad.values.t(), weighted, beta=0.0, alpha=outer, out=total)
+    total = rounded_sum_over_rows(grad.values, weighted, outer)
     # The words that are targets have terms in fp32, and so need their sums in fp32 too.
     rows = len(hidden)
     at_targets = hidden.new_empty(rows, pitch_of(rows))
     torch.ops.fastgrpo.take_targets(grad.values, grad.targets, at_targets)
-    sums = add_product(None, at_targets[:, :rows].t(), weighted, outer)
+    # Of all columns, for the sake of aligned rows; those behind the last are dropped.
+    sums = add_sum_over_rows(None, at_targets, weighted, outer)[:rows]
     torch.ops.fastgrpo.round_at_targets(total, sums, grad.at_target, grad.targets, hidden, outer)
     return total
 
 
 def _add_weight_grad(total: Tensor | None, grad: UnroundedTargets, hidden: Tensor, outer: float) -> Tensor:
     """`total`, in fp32, and what the weight receives from these rows, in place; None = 0."""
-    total = add_product(total, grad.values.t(), _weighted(hidden, grad), outer)
+    total = add_sum_over_rows(total, grad.values, _weighted(hidden, grad), outer)
     torch.ops.fastgrpo.add_to_targets(total, grad.at_target, grad.targets, hidden, outer)
     return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 from fastgrpo.kernels.reference import RowStatistics, TokenObjective
 
 _ALIGNMENT = 64
+_ALIGNED_WORDS = 8
 # A product that adds to the [V, H] fp32 gradient of the weight reads and writes all of it: give it this many rows, as far as
 # memory goes.
 _ROWS_A_BATCH = 4096
@@ -82,12 +84,60 @@ def rows_a_batch(chunk_rows: int, most_chunks: int) -> int:
     return min(-(-_ROWS_A_BATCH // chunk_rows), most_chunks) * chunk_rows
 
 
-def add_product(total: Tensor | None, a: Tensor, b: Tensor, by: float) -> Tensor:
-    """`total + by * a @ b` in fp32, in place of `total`; None = 0, and nothing clears the memory before."""
+def word_products(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """`hidden @ weight.T`, `[R, H]` by `[V, H]`, into `out`, `[R, V]` fp32."""
+    for products, words in _word_parts(out, weight):
+        torch.mm(hidden, words.t(), out_dtype=out.dtype, out=products)
+    return out
+
+
+def sum_over_words(values: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    """`values @ weight`, `[R, V]` by `[V, H]`, in fp32 into `out`; None = new memory."""
+    if out is None:
+        out = values.new_empty(len(values), weight.shape[1], dtype=torch.float32)
+    beta = 0.0
+    for part, words in _word_parts(values, weight):
+        torch.addmm(out, part, words, beta=beta, out_dtype=out.dtype, out=out)
+        beta = 1.0
+    return out
+
+
+def add_sum_over_rows(total: Tensor | None, values: Tensor, hidden: Tensor, by: float) -> Tensor:
+    """
+    `total + by * values.T @ hidden`, `[R, V]` and `[R, H]` to `[V, H]`, in fp32 in place of `total`.
+
+    None = 0, and nothing clears the memory before.
+    """
     beta = 1.0
     if total is None:
-        total, beta = b.new_empty(a.shape[0], b.shape[1], dtype=torch.float32), 0.0
-    return torch.addmm(total, a, b, beta=beta, alpha=by, out_dtype=total.dtype, out=total)
+        total, beta = hidden.new_empty(values.shape[1], hidden.shape[1], dtype=torch.float32), 0.0
+    for part, words in _word_parts(values, total):
+        torch.addmm(words, part.t(), hidden, beta=beta, alpha=by, out_dtype=total.dtype, out=words)
+    return total
+
+
+def rounded_sum_over_rows(values: Tensor, hidden: Tensor, by: float) -> Tensor:
+    """`by * values.T @ hidden` in their dtype, rounded once."""
+    total = hidden.new_empty(values.shape[1], hidden.shape[1])
+    for part, words in _word_parts(values, total):
+        torch.addmm(words, part.t(), hidden, beta=0.0, alpha=by, out=words)
+    return total
+
+
+def _word_parts(columns: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """
+    `[R, V]` and `[V, H]` in the parts that a product each is for.
+
+    Where V is no multiple of 16 bytes, cuBLAS has a kernel that is several times as slow, whatever the rows' pitch. So that one
+    gets the last few words alone.
+    """
+    vocabulary = len(rows)
+    whole = vocabulary // _ALIGNMENT * _ALIGNMENT
+    if vocabulary % _ALIGNED_WORDS == 0 or whole == 0:
+        yield columns, rows
+        return
+    for words in (slice(0, whole), slice(whole, vocabulary)):
+        yield columns[:, words], rows[words]
 
 
 def objective_arguments(objective: TokenObjective) -> tuple[list[Tensor | None], list[float]]:

@@ -43,10 +43,11 @@ def largest_cluster() -> None:
 
 
 def _head(*vocabularies: int) -> None:
+    # A width that the fused product does not serve.
     for vocabulary, dtype in itertools.product(vocabularies, (torch.bfloat16, torch.float16)):
         for trains in (False, True):
-            hidden = torch.randn(37, 64, device=DEVICE).to(dtype).requires_grad_()
-            weight = torch.randn(vocabulary, 64, device=DEVICE).to(dtype).requires_grad_(trains)
+            hidden = torch.randn(37, 60, device=DEVICE).to(dtype).requires_grad_()
+            weight = torch.randn(vocabulary, 60, device=DEVICE).to(dtype).requires_grad_(trains)
             targets = torch.randint(-1, vocabulary, (37,), device=DEVICE)
             out = linear_logprob(hidden, weight, targets, softcap=20.0, return_entropy=True, num_chunks=2)
             (out.logprobs.sum() + out.entropy.sum()).backward()
@@ -54,12 +55,12 @@ def _head(*vocabularies: int) -> None:
 
 def fused_head() -> None:
     """Both passes of the fused head and the gradients from given statistics, rows whose shift is wrong, targets that repeat."""
-    for softcap, trains in itertools.product((None, 20.0), (False, True)):
+    for softcap, trains, vocabulary in itertools.product((None, 20.0), (False, True), (1056, 1003, 1063)):
         hidden = torch.randn(301, 72, device=DEVICE).to(torch.bfloat16)
         hidden[3] *= 1000
         hidden.requires_grad_()
-        weight = torch.randn(1056, 72, device=DEVICE).to(torch.bfloat16).requires_grad_(trains)
-        targets = torch.randint(-1, 1056, (301,), device=DEVICE)
+        weight = torch.randn(vocabulary, 72, device=DEVICE).to(torch.bfloat16).requires_grad_(trains)
+        targets = torch.randint(-1, vocabulary, (301,), device=DEVICE)
         targets[::3] = 5
         out = linear_logprob(
             hidden,

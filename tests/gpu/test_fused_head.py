@@ -101,6 +101,16 @@ def check(found: tuple[Tensor, ...], exact: tuple[Tensor, ...], largest_logit: f
         (300, 5120, 152064),
         (513, 128, 262144),
         (4097, 64, 4096),
+        # The last group of columns is not whole, in either half of a strip, or there is no other.
+        (3, 16, 1),
+        (40, 24, 31),
+        (130, 136, 129),
+        (64, 64, 255),
+        (300, 128, 1000),
+        (200, 1024, 32001),
+        (129, 2048, 50257),
+        (300, 896, 128257),
+        (4097, 64, 4099),
     ],
 )
 def test_equals_float64(calls, count, width, vocabulary, frozen):
@@ -145,7 +155,7 @@ def test_entropies_give_gradients(calls, gradient_of, frozen):
 @given(
     count=st.integers(1, 300),
     width=st.integers(1, 16).map(lambda n: 8 * n),
-    vocabulary=st.integers(1, 90).map(lambda n: 32 * n),
+    vocabulary=st.integers(2, 2900),
     frozen=st.booleans(),
     gradient_of=st.sampled_from(["logprobs", "entropy"]),
     temperature=st.floats(0.3, 3.0),
@@ -305,8 +315,8 @@ def test_what_the_row_kernels_serve_instead():
     assert fused_head.serves(call)
     assert fused_head.serves(HeadCall(weight, None, Transform(0.7, 2.0, 30.0), BF16, Use.GIVEN, True))
     assert fused_head.serves(call._replace(transform=Transform(1.0, 2e-6)))
+    assert fused_head.serves(call._replace(weight=weight[:1]))
     others = {
-        "a vocabulary that is no multiple of 32": call._replace(weight=weight[:1000]),
         "a width that is no multiple of 8": call._replace(weight=weight[:, :60].contiguous()),
         "a transposed weight": call._replace(weight=weight.t().contiguous().t()),
         "a bias": call._replace(bias=weight[:, 0]),
@@ -357,7 +367,9 @@ def loss_of(leaves: list[Tensor], targets: Tensor, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, torch.float32])
-@pytest.mark.parametrize(("count", "width", "vocabulary"), [(2048, 1024, 32000), (129, 896, 151936), (1, 2048, 8192)])
+@pytest.mark.parametrize(
+    ("count", "width", "vocabulary"), [(2048, 1024, 32000), (129, 896, 151936), (1, 2048, 8192), (300, 1024, 49155)]
+)
 def test_a_weight_s_gradient_is_rounded_once(monkeypatch, count, width, vocabulary, weight_dtype):
     """Of the only batch, when its last factor is known; one word is the target of a third of the rows."""
     used, product = [], fused_head.rounded_weight_grad
@@ -471,6 +483,16 @@ def test_a_row_s_gradient_is_its_factor_times_the_values_but_for_the_target():
     assert relative_error(given["at_target"], exact.gather(1, column).squeeze(1)) <= 1e-5
 
 
+@pytest.mark.parametrize("vocabulary", [1, 1003, 1025, 1055, 1063])
+def test_a_row_is_written_to_the_end_of_its_last_group_of_columns(vocabulary):
+    """With zeros, and no further."""
+    given = arguments(vocabulary=vocabulary)
+    torch.ops.fastgrpo.fused_pass(*given.values())
+    rows = given["grad"].as_strided((40, given["grad"].stride(0)), (given["grad"].stride(0), 1))
+    end = -(-vocabulary // 32) * 32
+    assert rows[:, :vocabulary].isfinite().all() and rows[:, vocabulary:end].eq(0).all() and rows[:, end:].isnan().all()
+
+
 def test_a_call_waits_for_its_own_stream():
     """Hidden states that are late there, and are something else until then."""
     given, outputs = arguments(), ("logprobs", "lse", "entropy", "grad", "at_target", "row_factors")
@@ -525,13 +547,17 @@ def test_an_entropy_bonus_in_one_pass_is_for_the_row_kernels(calls):
             r"hidden is torch.float32 of shape \[40, 64\]; it must be contiguous torch.bfloat16",
         ),
         ({"hidden": lambda x: x[:, :60]}, r"hidden has shape \[40, 60\] and weight \[1056, 64\]; they must be"),
-        ({"weight": lambda x: x[:1000]}, r"weight has shape \[1000, 64\]; V must be a multiple of 32"),
+        ({"weight": lambda x: x[:0]}, r"weight has shape \[0, 64\]; H must be a multiple of 8, and V at least 1"),
         ({"weight": lambda x: x.cpu()}, "weight is not on a CUDA device; move it to the device of hidden"),
         ({"targets": lambda x: x.float()}, "targets is torch.float32; it must be torch.int32 or torch.int64"),
         ({"targets": lambda x: x[:7]}, r"targets has shape \[7\]; it must be contiguous \[40\]"),
         ({"logit_scale": lambda x: -x}, "logit_scale is -1; it must be above 0"),
         ({"temperature": lambda x: 0.0}, "temperature is 0; it must be above 0"),
         ({"grad": lambda x: x.float()}, "the gradient is torch.float32; it must be torch.bfloat16"),
+        (
+            {"weight": lambda x: x[:1048], "grad": lambda x: x.new_empty(40, 1048)},
+            "rows of the gradient are 1048 elements apart; they must be a multiple of 8 apart, and 1056 at least",
+        ),
         ({"grad": lambda x: x[:, :96]}, r"the gradient has shape \[40, 96\]; it must be \[40, 1056\]"),
         ({"at_target": lambda x: None}, "grad, at_target and row_factors go together"),
         ({"scratch": lambda x: x[:50]}, "with 50 elements; it must be contiguous torch.float32 with at least 881"),
@@ -539,8 +565,8 @@ def test_an_entropy_bonus_in_one_pass_is_for_the_row_kernels(calls):
 )
 def test_bad_arguments_are_named(wrong, message):
     given = arguments()
-    (name, change), *_ = wrong.items()
-    given[name] = change(given[name])
+    for name, change in wrong.items():
+        given[name] = change(given[name])
     with pytest.raises(RuntimeError, match=message):
         torch.ops.fastgrpo.fused_pass(*given.values())
     torch.cuda.synchronize()

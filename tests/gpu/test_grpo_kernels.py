@@ -68,7 +68,7 @@ OPTIONS = {
 
 
 def both(monkeypatch, objective, lengths, level="token", on_policy=False, per_row=(), leave_out=(), mask=True):
-    """Loss, gradients and statistics from the kernels and from the torch code around the same row kernels."""
+    """Loss, gradients and statistics from the kernels and from the torch code around the same kernels of the head."""
     torch.manual_seed(0)
     count, batch, vocabulary, width = sum(lengths), len(lengths), 257, 64
     hidden = torch.randn(count, width, device="cuda").bfloat16()
@@ -123,6 +123,7 @@ def assert_same(results):
         assert found is expected is None or torch.allclose(found, expected, rtol=1e-5, equal_nan=True), name
 
 
+@pytest.mark.usefixtures("either_head")
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_coefficients_and_sums_equal_the_torch_code(monkeypatch, loss_type, options):
@@ -197,6 +198,7 @@ def test_segments_that_do_not_fit_are_an_error_and_harm_nothing(segments):
     torch.cuda.synchronize()
 
 
+@pytest.mark.usefixtures("either_head")
 def test_the_loss_syncs_twice():
     """For the sizes of the sequences, and for how many rows are computed."""
     hidden = torch.randn(600, 64, device="cuda").bfloat16().requires_grad_()

@@ -13,7 +13,7 @@ import torch
 
 from fastgrpo.chunking import CUDA_ROWS
 from fastgrpo.kernels import cuda, fused_head
-from fastgrpo.kernels.fused_head import scratch_a_row, serves_shape
+from fastgrpo.kernels.fused_head import scratch_a_row, serves_width
 from fastgrpo.kernels.rows import pitch_of, rows_a_batch
 from fastgrpo.tools.plan.settings import PlanSettings
 from fastgrpo.tools.plan.shape import ModelShape
@@ -176,7 +176,7 @@ def _buffers(settings: PlanSettings, shape: ModelShape) -> _Buffers:
         # Torch's ops keep three buffers, two of which the budget counts.
         chunk = min(plan.rows(tokens, words * 8, _DEVICE), tokens) * words * 12
         return _Buffers(chunk, chunk, chunk, chunk)
-    if settings.fused_head and serves_shape(words, width) and settings.compute_dtype == "bfloat16":
+    if settings.fused_head and serves_width(width) and settings.compute_dtype == "bfloat16":
         rows = plan.rows(tokens, words * 2, _DEVICE, CUDA_ROWS)
         few, many = min(rows, tokens), min(rows_a_batch(rows, fused_head.MOST_CHUNKS_A_BATCH), tokens)
         scratch = 4 * scratch_a_row(words)
