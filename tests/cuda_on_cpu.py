@@ -33,7 +33,7 @@ def serve_on_the_cpu(monkeypatch: pytest.MonkeyPatch, ops: dict[str, Callable[..
         b: Tensor,
         *,
         beta: float,
-        alpha: float,
+        alpha: float = 1.0,
         out: Tensor,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:

@@ -368,7 +368,7 @@ def test_the_fused_head_measured_on_an_h200_is_predicted_within_3_percent(rows, 
 
 
 def test_heads_that_the_fused_kernel_does_not_serve_are_planned_as_the_row_kernels_serve_them():
-    odd, settings = dataclasses.replace(estimate_memory(LLAMA).shape, vocabulary=128257), {**LORA, "micro_batch": 16}
+    odd, settings = dataclasses.replace(estimate_memory(LLAMA).shape, hidden=4100), {**LORA, "micro_batch": 16}
     for options in ({"mixed_precision": "fp16"}, {"mixed_precision": "no", "dtype": "float32"}, {}):
         plans = [PlanSettings(**{**settings, **options}, fused_head=fused) for fused in (True, False)]
         assert head_of(plans[0], odd) == head_of(plans[1], odd)
