@@ -161,6 +161,13 @@ void* stream_of(const char* op, int device) {
   return stream;
 }
 
+// Elements of a tensor's storage from its first one on.
+int64_t elements_from(const Tensor& tensor) {
+  int64_t bytes = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  return bytes / static_cast<int64_t>(tensor.element_size()) - tensor.storage_offset();
+}
+
 struct Range {
   const char *begin, *end;
 };
@@ -402,6 +409,10 @@ struct FusedCall {
     if (check.rows > 0 && (grad.stride(0) % 8 != 0 || grad.stride(0) < written)) {
       fail(check.op, ": the rows of the gradient are ", grad.stride(0), " elements apart; they must be a multiple of 8 apart, and ",
            written, " at least, which a row is written to.");
+    }
+    if (check.rows > 0 && elements_from(grad) < (check.rows - 1) * grad.stride(0) + written) {
+      fail(check.op, ": the gradient has ", elements_from(grad), " elements of memory; its last row, too, is written to column ",
+           written, ".");
     }
     args.row.grad = grad.data_ptr();
     args.row.grad_pitch = grad.stride(0);

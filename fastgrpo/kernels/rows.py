@@ -120,7 +120,11 @@ def rounded_sum_over_rows(values: Tensor, hidden: Tensor, by: float) -> Tensor:
     """`by * values.T @ hidden` in their dtype, rounded once."""
     total = hidden.new_empty(values.shape[1], hidden.shape[1])
     for part, words in _word_parts(values, total):
-        torch.addmm(words, part.t(), hidden, beta=0.0, alpha=by, out=words)
+        if len(words) < _ALIGNMENT:
+            # A product of so small a result may be cut along its sum, and the parts be added up in 16 bit.
+            words.copy_(add_sum_over_rows(None, part, hidden, by))
+        else:
+            torch.addmm(words, part.t(), hidden, beta=0.0, alpha=by, out=words)
     return total
 
 

@@ -55,7 +55,7 @@ def _head(*vocabularies: int) -> None:
 
 def fused_head() -> None:
     """Both passes of the fused head and the gradients from given statistics, rows whose shift is wrong, targets that repeat."""
-    for softcap, trains, vocabulary in itertools.product((None, 20.0), (False, True), (1056, 1003, 1063)):
+    for softcap, trains, vocabulary in itertools.product((None, 20.0), (False, True), (1056, 1003, 1063, 31)):
         hidden = torch.randn(301, 72, device=DEVICE).to(torch.bfloat16)
         hidden[3] *= 1000
         hidden.requires_grad_()

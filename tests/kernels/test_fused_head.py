@@ -18,7 +18,7 @@ from fastgrpo.objective import LOSS_TYPES, token_grad
 from fastgrpo.ops import objective_from_constants
 
 BF16 = torch.bfloat16
-COUNT, WIDTH, WORDS = 150, 16, 96
+COUNT, WIDTH, WORDS = 150, 16, 97
 # Rows whose 16-bit gradients are smaller than a gradient of the weight in fp32.
 FEW = 20
 # Bytes of a chunk of eight rows; four make a batch.

@@ -183,7 +183,7 @@ def _buffers(settings: PlanSettings, shape: ModelShape) -> _Buffers:
         few_of_all, values, weighted = few * (2 * words + scratch), many * 2 * pitch_of(words), many * 2 * width
         if many == tokens and fused_head.rounds_at_once(values, words, width):
             # The sums at the targets, and the gradients that those are made of.
-            rounding = many * (4 * width + 2 * many) if settings.weight_bytes == 2 else 0
+            rounding = pitch_of(many) * (4 * width + 2 * many) if settings.weight_bytes == 2 else 0
             return _Buffers(few_of_all, few * scratch, values + many * scratch, values, values, rounding)
         return _Buffers(few_of_all, few * scratch, values + many * scratch + weighted, values)
     rows = plan.rows(tokens, words * 4, _DEVICE, CUDA_ROWS)
