@@ -678,18 +678,25 @@ void weigh_slopes(const OptionalTensor& grad_logprobs, const Tensor& logprob_slo
                 static_cast<int>(width));
 }
 
-void compact_rows(const Tensor& targets, int64_t vocabulary, const OptionalTensor& first, const OptionalTensor& second,
-                  const Tensor& wanted, const OptionalTensor& others, const Tensor& counts) {
-  const Arrays arrays("compact_rows", "targets", targets);
+// Without what a row is wanted for, and the counts.
+CompactArgs compact_args(const Arrays& arrays, const Tensor& targets, int64_t vocabulary, const Tensor& wanted,
+                         const OptionalTensor& others) {
   CompactArgs args{};
   args.rows = targets.numel();
   if (args.rows >= (int64_t{1} << 31)) fail(arrays.op, ": there are ", args.rows, " targets; give less than 2^31 a call.");
   args.vocabulary = vocabulary;
   args.targets_are_64_bit = arrays.ids("targets", targets, args.rows, args.targets);
-  args.first = arrays.floats("first", first, args.rows);
-  args.second = arrays.floats("second", second, args.rows);
   args.wanted = arrays.longs("wanted", wanted, args.rows);
   args.others = arrays.longs("others", others, args.rows);
+  return args;
+}
+
+void compact_rows(const Tensor& targets, int64_t vocabulary, const OptionalTensor& first, const OptionalTensor& second,
+                  const Tensor& wanted, const OptionalTensor& others, const Tensor& counts) {
+  const Arrays arrays("compact_rows", "targets", targets);
+  CompactArgs args = compact_args(arrays, targets, vocabulary, wanted, others);
+  args.first = arrays.floats("first", first, args.rows);
+  args.second = arrays.floats("second", second, args.rows);
   args.counts = arrays.longs("counts", counts, 1);
   arrays.launch(fastgrpo_compact, &args);
 }
@@ -702,10 +709,10 @@ int sequences_of(const char* op, int64_t count) {
 void grpo_rows(const Tensor& segments, const Tensor& targets, int64_t vocabulary, const OptionalTensor& mask,
                const Tensor& advantages, const OptionalTensor& sampler_ratio, int64_t normaliser, double factor,
                double accumulation, const OptionalTensor& items, double items_factor, double entropy_coef, double k_pos,
-               double lambda_pos, double k_neg, double lambda_neg, const Tensor& counted_targets,
-               const Tensor& row_advantages, const Tensor& weights, const OptionalTensor& multiplier,
+               double lambda_pos, double k_neg, double lambda_neg, bool by_advantage, const Tensor& counted_targets,
+               const Tensor& wanted, const Tensor& others, const Tensor& row_advantages, const Tensor& weights, const OptionalTensor& multiplier,
                const OptionalTensor& phi, const OptionalTensor& entropy_weights, const OptionalTensor& phi_of_sequence,
-               const Tensor& sizes) {
+               const Tensor& sizes, const Tensor& counts) {
   const Arrays arrays("grpo_rows", "segments", segments);
   if (normaliser < 0 || normaliser > static_cast<int64_t>(Normaliser::sequence)) {
     fail("grpo_rows: normaliser is ", normaliser, "; it must be a place in Normaliser of csrc/cuda/grpo.h.");
@@ -738,7 +745,17 @@ void grpo_rows(const Tensor& segments, const Tensor& targets, int64_t vocabulary
   args.sizes = arrays.longs("sizes", sizes, 5);
   if (args.multiplier != nullptr && args.sampler_ratio == nullptr) fail("grpo_rows: multiplier is wanted without sampler_ratio.");
   if (args.phi_of_sequence != nullptr && args.advantages_per_row) fail("grpo_rows: phi_of_sequence needs advantages a sequence.");
-  arrays.launch(fastgrpo_grpo_rows, &args);
+  // From what the first kernel gives.
+  CompactArgs compact = compact_args(arrays, counted_targets, vocabulary, wanted, others);
+  if (by_advantage) compact.first = args.row_advantages;
+  compact.valid = args.sizes + 4;
+  compact.counts = arrays.longs("counts", counts, 1);
+  arrays.launch(
+      [](const GrpoRowsArgs* args, const CompactArgs* compact, void* stream) {
+        const int error = fastgrpo_grpo_rows(args, stream);
+        return error ? error : fastgrpo_compact(compact, stream);
+      },
+      &args, &compact);
 }
 
 void grpo_sums(const OptionalTensor& segments, const Tensor& counted_targets, const Tensor& logprobs,
@@ -990,9 +1007,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastgrpo, m) {
   m.def(
       "grpo_rows(Tensor segments, Tensor targets, int vocabulary, Tensor? mask, Tensor advantages, Tensor? sampler_ratio, "
       "int normaliser, float factor, float accumulation, Tensor? items, float items_factor, float entropy_coef, "
-      "float k_pos, float lambda_pos, float k_neg, float lambda_neg, Tensor(a!) counted_targets, Tensor(b!) row_advantages, "
-      "Tensor(c!) weights, Tensor(d!)? multiplier, Tensor(e!)? phi, Tensor(f!)? entropy_weights, "
-      "Tensor(g!)? phi_of_sequence, Tensor(h!) sizes) -> ()");
+      "float k_pos, float lambda_pos, float k_neg, float lambda_neg, bool by_advantage, Tensor(a!) counted_targets, "
+      "Tensor(b!) wanted, Tensor(c!) others, Tensor(d!) row_advantages, Tensor(e!) weights, Tensor(f!)? multiplier, "
+      "Tensor(g!)? phi, Tensor(h!)? entropy_weights, Tensor(i!)? phi_of_sequence, Tensor(j!) sizes, "
+      "Tensor(k!) counts) -> ()");
   m.def(
       "grpo_sums(Tensor? segments, Tensor counted_targets, Tensor logprobs, Tensor advantages, Tensor weights, "
       "Tensor? entropy, Tensor? old_logprobs, Tensor? ref_logprobs, Tensor? multiplier, Tensor? phi, "

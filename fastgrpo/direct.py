@@ -71,5 +71,9 @@ def _traced(arguments: tuple[Any, ...]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or any(type(x) not in _PLAIN and isinstance(x, Tensor) for x in arguments)
+        or (not _PLAIN.issuperset(map(type, arguments)) and any(_is_unknown_tensor(x) for x in arguments))
     )
+
+
+def _is_unknown_tensor(value: Any) -> bool:
+    return type(value) not in _PLAIN and isinstance(value, Tensor)

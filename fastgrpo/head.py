@@ -38,7 +38,13 @@ from fastgrpo.objective import (
     row_local_terms_exist,
     row_terms,
 )
-from fastgrpo.ops import accumulation_dtype, objective_constants, run_linear_grpo, run_linear_logprob
+from fastgrpo.ops import (
+    accumulation_dtype,
+    objective_constants,
+    run_linear_grpo,
+    run_linear_logprob,
+    skips_zero_advantages,
+)
 from fastgrpo.row_local import row_inputs, row_stats
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -202,14 +208,14 @@ def linear_grpo_loss(
         per_token_sampler_ratio=sampler_ratio is not None and sampler_ratio.shape[0] != batch,
     )
     entropy_gradient = objective.entropy_coef != 0.0
-    use = Use.OBJECTIVE if row_local else _use_of_scoring(hidden, head, entropy_gradient)
-    chunk_rows = _chunk_rows(plan, hidden, head, use, True, entropy_gradient)
     if row_local and count and batch and has_row_kernels(hidden.device, head.compute_dtype):
         return _row_local_on_device(
             hidden, targets, head, objective, segments, advantages, old_logprobs, ref_logprobs, sampler_ratio, loss_mask,
-            chunk_rows,
+            plan,
         )  # fmt: skip
 
+    use = Use.OBJECTIVE if row_local else _use_of_scoring(hidden, head, entropy_gradient)
+    chunk_rows = _chunk_rows(plan, hidden, head, use, True, entropy_gradient)
     layout = _Segments(segments, hidden)
     counted = (targets >= 0) & (targets < weight.shape[0])
     if loss_mask is not None:
@@ -315,7 +321,14 @@ def linear_grpo_rows(
 
 
 def _row_local_loss(
-    hidden: Tensor, targets: Tensor, head: _Head, objective: Objective, terms: RowTerms, chunk_rows: int
+    hidden: Tensor,
+    targets: Tensor,
+    head: _Head,
+    objective: Objective,
+    terms: RowTerms,
+    chunk_rows: int,
+    rows: Tensor | None = None,
+    others: Tensor | None = None,
 ) -> tuple[Tensor, LogProbs]:
     loss, logprobs, entropy, *_ = run_linear_grpo(
         hidden,
@@ -340,6 +353,8 @@ def _row_local_loss(
         head.need_hidden,
         head.need_weight,
         head.need_bias,
+        rows,
+        others,
     )
     return loss, LogProbs(logprobs.detach(), entropy.detach())
 
@@ -355,17 +370,29 @@ def _row_local_on_device(
     ref_logprobs: Tensor | None,
     sampler_ratio: Tensor | None,
     loss_mask: Tensor | None,
-    chunk_rows: int,
+    plan: ChunkPlan,
 ) -> tuple[Tensor, GRPOStats]:
     """`_row_local_loss` and its statistics from rows as they are, in the library's kernels."""
-    inputs = row_inputs(objective, segments, targets, head.weight.shape[0], loss_mask, advantages, sampler_ratio)
-    if not inputs.sizes[4].item():
+    bonus, with_grad = objective.entropy_coef != 0.0, head.need_hidden or head.trains
+    by_advantage = with_grad and skips_zero_advantages(objective, bonus)
+    inputs = row_inputs(
+        objective, segments, targets, head.weight.shape[0], loss_mask, advantages, sampler_ratio, by_advantage
+    )
+    chunk_rows = _chunk_rows(plan, hidden, head, Use.OBJECTIVE, True, bonus)
+    counts = inputs.counts.item()  # the only host sync of the call
+    if counts < 0:
         _require_segments(hidden.shape[0], *inputs.sizes[:4].tolist())
+    other_count, wanted_count = divmod(counts, 1 << 32)
+    rows, others = inputs.wanted[:wanted_count], inputs.others[:other_count]
+    if not with_grad:
+        rows, others = others, rows
     terms = inputs.terms._replace(
         old_logprobs=None if old_logprobs is None else old_logprobs.float(),
         ref_logprobs=None if ref_logprobs is None else ref_logprobs.float(),
     )
-    loss, (logprobs, entropy) = _row_local_loss(hidden, inputs.targets, head, objective, terms, chunk_rows)
+    loss, (logprobs, entropy) = _row_local_loss(
+        hidden, inputs.targets, head, objective, terms, chunk_rows, rows, others
+    )
     return loss, row_stats(objective, segments, inputs, terms, advantages, logprobs, entropy)
 
 

@@ -355,6 +355,8 @@ def linear_grpo_op(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
+    rows: Tensor | None = None,
+    others: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """
     The loss of a row-local objective and all its gradients in one pass over the logits, nothing recomputed.
@@ -367,6 +369,8 @@ def linear_grpo_op(
         loss_type, constants: see `objective_constants`.
         with_entropy: fill `entropy`.
         need_hidden, need_weight, need_bias: which gradients to compute.
+        rows, others: `[R]`, `[S]` int64, ascending: which rows are computed with their gradients, and of which the statistics
+            are enough, where a caller knows (`skips_zero_advantages`); None: they are found here.
 
     Returns:
         loss (0-d), logprobs `[N]`, entropy `[N]`, and d loss / d hidden, weight, bias, all in fp32 (fp64); empty where
@@ -375,7 +379,7 @@ def linear_grpo_op(
     loss, statistics, gradients = _one_pass(
         hidden, weight, targets, bias, advantages, old_logprobs, ref_logprobs, multiplier, phi, token_weights,
         entropy_weights, temperature, logit_scale, softcap, chunk_rows, compute_dtype, loss_type, constants, with_entropy,
-        need_hidden, need_weight, need_bias,
+        need_hidden, need_weight, need_bias, rows, others,
     )  # fmt: skip
     return loss, statistics.logprobs, statistics.entropy, *gradients.result()
 
@@ -385,7 +389,7 @@ def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
     (
         hidden, weight, targets, bias, advantages, old_logprobs, ref_logprobs, multiplier, phi, token_weights,
         entropy_weights, temperature, logit_scale, softcap, chunk_rows, compute_dtype, loss_type, constants, with_entropy,
-        need_hidden, need_weight, need_bias,
+        need_hidden, need_weight, need_bias, rows, others,
     ) = inputs  # fmt: skip
     transform = Transform(temperature, logit_scale, softcap)
     objective = _known_objective(loss_type, *constants)
@@ -416,11 +420,11 @@ def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
     kernels = head_kernels(hidden.device, compute_dtype)
     # Without a gradient, or with a coefficient of 0 that is known beforehand, statistics are enough.
     with_grad = need_hidden or need_weight or need_bias
-    if not with_grad:
-        coefficients = torch.zeros_like(advantages)
-    else:
-        coefficients = advantages if objective.beta == 0.0 and entropy_weights is None else None
-    rows, others = kernels.computed_rows(targets, weight.shape[0], coefficients, None, partition=True)
+    if rows is None or others is None:
+        coefficients = advantages if skips_zero_advantages(objective, entropy_weights is not None) else None
+        if not with_grad:
+            coefficients = torch.zeros_like(advantages)
+        rows, others = kernels.computed_rows(targets, weight.shape[0], coefficients, None, partition=True)
     statistics = _Statistics(hidden, dtype, with_entropy, all_rows=rows.numel() + others.numel() == hidden.shape[0])
     with _no_autocast(hidden):
         use = Use.OBJECTIVE if with_grad else Use.STATISTICS
@@ -481,6 +485,8 @@ def _(
     need_hidden,
     need_weight,
     need_bias,
+    rows=None,
+    others=None,
 ):
     dtype = accumulation_dtype(compute_dtype)
     count = hidden.shape[0]
@@ -495,7 +501,7 @@ def _(
 
 
 def _grpo_context(ctx, inputs, output) -> None:
-    ctx.needs = inputs[-3:]
+    ctx.needs = inputs[-5:-2]
     ctx.inputs = len(inputs)
     ctx.dtypes = [None if x is None else x.dtype for x in (inputs[0], inputs[1], inputs[3])]
     ctx.set_materialize_grads(False)
@@ -561,6 +567,11 @@ run_linear_grpo = with_autograd(
 )
 """`fastgrpo::linear_grpo` with the least work around it. Loss, log-probs and entropy are the same everywhere; behind them the
 weight's gradient is empty where it waits for the backward."""
+
+
+def skips_zero_advantages(objective: Objective, entropy_bonus: bool) -> bool:
+    """Whether a row of advantage 0 has no gradient, and so is none of those that `fastgrpo::linear_grpo` computes with one."""
+    return objective.beta == 0.0 and not entropy_bonus
 
 
 def objective_constants(objective: Objective) -> list[float]:
@@ -634,9 +645,7 @@ class _HeadGradients:
         self.operands = operands
         self.needs = need_hidden, need_weight, need_bias
         dtype = operands.accumulate
-        self.grad_hidden = _results(
-            need_hidden, hidden, hidden.shape, hidden.dtype if rounded else dtype, rows == hidden.shape[0]
-        )
+        self._grad_hidden: Tensor | None = None
         self.grad_weight: Tensor | None = None
         self.product: _WeightProduct | None = None
         self.grad_bias = _zeros_if(need_bias, weight, weight.shape[:1], dtype)
@@ -646,9 +655,10 @@ class _HeadGradients:
         need_hidden, need_weight, need_bias = self.needs
         operands = self.operands
         if need_hidden:
-            part = _part(self.grad_hidden, index) if self.grad_hidden.dtype == operands.accumulate else None
+            total = self.grad_hidden
+            part = _part(total, index) if total.dtype == operands.accumulate else None
             grad_hidden = kernels.back_project(grad, operands, part)
-            _put(self.grad_hidden, index, grad_hidden.to(self.grad_hidden.dtype), part)
+            _put(total, index, grad_hidden.to(total.dtype), part)
         if need_weight:
             hidden, is_only = _take(self.hidden, index), _length(index) == self.rows
             product = kernels.rounding_product(grad, self.weight.shape[1]) if is_only else None
@@ -658,6 +668,14 @@ class _HeadGradients:
                 self.product = _WeightProduct(product, operands.transform.outer, hidden, grad)
         if need_bias:
             self.grad_bias.add_(kernels.bias_grad(grad, operands), alpha=operands.transform.outer)
+
+    @property
+    def grad_hidden(self) -> Tensor:
+        """Of all rows; its memory is there when the device has its first work."""
+        if self._grad_hidden is None:
+            hidden, dtype = self.hidden, self.hidden.dtype if self.rounded else self.operands.accumulate
+            self._grad_hidden = _results(self.needs[0], hidden, hidden.shape, dtype, self.rows == hidden.shape[0])
+        return self._grad_hidden
 
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of hidden, weight and bias as they were summed; empty where not needed, or where `product` is to come."""
@@ -690,7 +708,7 @@ def _no_autocast(like: Tensor) -> AbstractContextManager:
 
 
 def _zeros_if(wanted: bool, like: Tensor, shape, dtype: torch.dtype) -> Tensor:
-    return like.new_zeros(shape if wanted else 0, dtype=dtype)
+    return like.new_zeros(shape, dtype=dtype) if wanted else like.new_empty(0, dtype=dtype)
 
 
 def _results(wanted: bool, like: Tensor, shape, dtype: torch.dtype, all_rows: bool) -> Tensor:

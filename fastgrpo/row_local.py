@@ -33,15 +33,21 @@ class RowInputs:
 
     Attributes:
         targets: `[N]` int64, -1 for a row that counts for nothing.
+        wanted, others: `[N]` int64 each: which rows are computed with gradients and which without, ascending, as many as
+            `counts` says.
         terms: `[N]` fp32 each, without old and reference log-probs.
         phi_of_sequence: `[B]`, where `phi` is one a sequence.
         sizes: `[5]` int64: first and last of the segments, shortest and longest sequence; 1 where they cover the rows.
+        counts: `[1]` int64: how many are wanted and, from bit 32 on, others; -1 where segments do not cover the rows.
     """
 
     targets: Tensor
+    wanted: Tensor
+    others: Tensor
     terms: RowTerms
     phi_of_sequence: Tensor | None
     sizes: Tensor
+    counts: Tensor
 
 
 def row_inputs(
@@ -52,9 +58,10 @@ def row_inputs(
     mask: Tensor | None,
     advantages: Tensor,
     sampler_ratio: Tensor | None,
+    by_advantage: bool,
 ) -> RowInputs:
     """
-    Coefficients of every row, without a host sync.
+    Coefficients of every row, and which rows are computed, without a host sync.
 
     Args:
         objective: a row-local one.
@@ -64,6 +71,7 @@ def row_inputs(
         mask: `[N]` or None, 0 where a row counts for nothing.
         advantages: `[B]` or `[N]` float.
         sampler_ratio: `[B]`, `[N]` or None.
+        by_advantage: a row whose advantage is 0 is none of the wanted.
 
     Returns:
         RowInputs.
@@ -71,15 +79,16 @@ def row_inputs(
     count, batch = targets.shape[0], segments.shape[0] - 1
     advantages, sampler_ratio = _float(advantages), _float(sampler_ratio)
     is_vespo = objective.loss_type == "vespo"
-    wanted = {
+    takes = {
         "multiplier": sampler_ratio is not None and not is_vespo,
         "phi": is_vespo,
         "entropy_weights": objective.entropy_coef != 0.0,
     }
-    values = iter(torch.empty(2 + sum(wanted.values()), count, device=targets.device).unbind())
+    values = iter(targets.new_empty((2 + sum(takes.values()), count), dtype=torch.float32).unbind())
     row_advantages, weights = next(values), next(values)
-    optional = {name: next(values) if is_wanted else None for name, is_wanted in wanted.items()}
-    counted, sizes = torch.empty_like(targets, dtype=torch.int64), segments.new_empty(5, dtype=torch.int64)
+    optional = {name: next(values) if is_taken else None for name, is_taken in takes.items()}
+    counted, wanted, others = targets.new_empty((3, count), dtype=torch.int64).unbind()
+    sizes, counts = targets.new_empty(5, dtype=torch.int64), targets.new_empty(1, dtype=torch.int64)
     per_sequence = is_vespo and advantages.shape[0] == batch
     phi_of_sequence = weights.new_empty(batch) if per_sequence else None
     kind, factor, accumulation, items, items_factor = _normaliser(objective, batch, targets.device)
@@ -100,14 +109,19 @@ def row_inputs(
         objective.vespo_lambda_pos,
         objective.vespo_k_neg,
         objective.vespo_lambda_neg,
+        by_advantage,
         counted,
+        wanted,
+        others,
         row_advantages,
         weights,
         *optional.values(),
         phi_of_sequence,
         sizes,
+        counts,
     )
-    return RowInputs(counted, RowTerms(row_advantages, weights, **optional), phi_of_sequence, sizes)
+    terms = RowTerms(row_advantages, weights, **optional)
+    return RowInputs(counted, wanted, others, terms, phi_of_sequence, sizes, counts)
 
 
 def row_stats(
@@ -196,4 +210,8 @@ def _normaliser(
 
 
 def _float(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.detach().float().contiguous()
+    if values is None:
+        return None
+    if values.requires_grad:
+        values = values.detach()
+    return values.float().contiguous()

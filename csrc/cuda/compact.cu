@@ -51,7 +51,9 @@ __global__ void __launch_bounds__(kThreads) compact(const __grid_constant__ Comp
     wanted_before += total % (1 << kShift);
     others_before += total >> kShift;
   }
-  if (threadIdx.x == 0) *args.counts = wanted_before | others_before << 32;
+  if (threadIdx.x > 0) return;
+  const bool valid = args.valid == nullptr || *args.valid != 0;
+  *args.counts = valid ? wanted_before | others_before << 32 : -1;
 }
 
 }  // namespace

@@ -43,8 +43,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d(void* shared, const CUte
       : "memory");
 }
 
-// A box of groups of rows, of five dimensions that begin at 0 but for the first and the last, and likewise into
-// every CTA in `ctas`.
+// A box of groups of rows, of five dimensions that begin at 0 but for the first and the last, likewise into every CTA in `ctas`.
 __device__ __forceinline__ void cp_async_bulk_tensor_groups(void* shared, const CUtensorMap* map, int column, int group,
                                                             unsigned long long* barrier, unsigned short ctas) {
   asm volatile(

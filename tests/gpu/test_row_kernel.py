@@ -552,9 +552,9 @@ def test_ops_pass_opcheck():
         "swiglu_grad": [half(4, 8) for _ in range(6)],
         "compact_rows": (targets, 100, values[0], None, *(torch.empty_like(targets) for _ in range(2)), targets.new_empty(1)),
         "grpo_rows": (
-            segments, targets, 100, None, values[0], None, 2, 1.0, 1.0, None, 0.0, 0.0, 2.0, 3.0, 3.0, 2.0,
-            torch.empty_like(targets), *(torch.empty(4, device="cuda") for _ in range(2)), None, None, None, None,
-            targets.new_empty(5),
+            segments, targets, 100, None, values[0], None, 2, 1.0, 1.0, None, 0.0, 0.0, 2.0, 3.0, 3.0, 2.0, True,
+            *(torch.empty_like(targets) for _ in range(3)), *(torch.empty(4, device="cuda") for _ in range(2)), None, None,
+            None, None, targets.new_empty(5), targets.new_empty(1),
         ),
         "grpo_sums": (
             segments, targets, *(torch.rand(4, device="cuda") for _ in range(3)), *[None] * 8, 3, 0.2, 0.2, math.inf, 0.0,
