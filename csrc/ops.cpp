@@ -710,8 +710,8 @@ void grpo_rows(const Tensor& segments, const Tensor& targets, int64_t vocabulary
                const Tensor& advantages, const OptionalTensor& sampler_ratio, int64_t normaliser, double factor,
                double accumulation, const OptionalTensor& items, double items_factor, double entropy_coef, double k_pos,
                double lambda_pos, double k_neg, double lambda_neg, bool by_advantage, const Tensor& counted_targets,
-               const Tensor& wanted, const Tensor& others, const Tensor& row_advantages, const Tensor& weights, const OptionalTensor& multiplier,
-               const OptionalTensor& phi, const OptionalTensor& entropy_weights, const OptionalTensor& phi_of_sequence,
+               const Tensor& wanted, const Tensor& others, const Tensor& row_advantages, const Tensor& weights,
+               const OptionalTensor& multiplier, const OptionalTensor& phi, const OptionalTensor& entropy_weights, const OptionalTensor& phi_of_sequence,
                const Tensor& sizes, const Tensor& counts) {
   const Arrays arrays("grpo_rows", "segments", segments);
   if (normaliser < 0 || normaliser > static_cast<int64_t>(Normaliser::sequence)) {

@@ -28,6 +28,7 @@ from fastgrpo.checks import (
 )
 from fastgrpo.chunking import CUDA_ROWS, ChunkPlan
 from fastgrpo.kernels.reference import HeadCall, Transform, Use
+from fastgrpo.kernels.rows import cut_lists
 from fastgrpo.kernels.select import has_row_kernels, head_kernels
 from fastgrpo.objective import (
     GRPOStats,
@@ -379,13 +380,18 @@ def _row_local_on_device(
         objective, segments, targets, head.weight.shape[0], loss_mask, advantages, sampler_ratio, by_advantage
     )
     chunk_rows = _chunk_rows(plan, hidden, head, Use.OBJECTIVE, True, bonus)
-    counts = inputs.counts.item()  # the only host sync of the call
-    if counts < 0:
+    rows = others = None
+    if torch.compiler.is_compiling():
+        # Lists of another length would be traced anew; the op finds them itself.
+        fits = inputs.sizes[4].item()
+    else:
+        # One wait for both: whether the sequences fit, and how many rows there are.
+        counts = inputs.counts.item()
+        fits = counts >= 0
+        if fits:
+            rows, others = cut_lists(inputs.wanted, inputs.others, counts)
+    if not fits:
         _require_segments(hidden.shape[0], *inputs.sizes[:4].tolist())
-    other_count, wanted_count = divmod(counts, 1 << 32)
-    rows, others = inputs.wanted[:wanted_count], inputs.others[:other_count]
-    if not with_grad:
-        rows, others = others, rows
     terms = inputs.terms._replace(
         old_logprobs=None if old_logprobs is None else old_logprobs.float(),
         ref_logprobs=None if ref_logprobs is None else ref_logprobs.float(),

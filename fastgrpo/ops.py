@@ -369,8 +369,8 @@ def linear_grpo_op(
         loss_type, constants: see `objective_constants`.
         with_entropy: fill `entropy`.
         need_hidden, need_weight, need_bias: which gradients to compute.
-        rows, others: `[R]`, `[S]` int64, ascending: which rows are computed with their gradients, and of which the statistics
-            are enough, where a caller knows (`skips_zero_advantages`); None: they are found here.
+        rows, others: `[R]`, `[S]` int64, ascending: which rows have a gradient where any is wanted, and which others count,
+            where a caller knows (see `skips_zero_advantages`); None: they are found here.
 
     Returns:
         loss (0-d), logprobs `[N]`, entropy `[N]`, and d loss / d hidden, weight, bias, all in fp32 (fp64); empty where
@@ -418,13 +418,16 @@ def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
         )
 
     kernels = head_kernels(hidden.device, compute_dtype)
-    # Without a gradient, or with a coefficient of 0 that is known beforehand, statistics are enough.
     with_grad = need_hidden or need_weight or need_bias
-    if rows is None or others is None:
-        coefficients = advantages if skips_zero_advantages(objective, entropy_weights is not None) else None
-        if not with_grad:
-            coefficients = torch.zeros_like(advantages)
+    if (rows is None) != (others is None):
+        raise ValueError("rows and others go together; give both, or neither.")
+    if rows is None:
+        by_advantage = with_grad and skips_zero_advantages(objective, entropy_weights is not None)
+        coefficients = advantages if by_advantage else None
         rows, others = kernels.computed_rows(targets, weight.shape[0], coefficients, None, partition=True)
+    if not with_grad:
+        # Statistics are enough.
+        rows, others = others, rows
     statistics = _Statistics(hidden, dtype, with_entropy, all_rows=rows.numel() + others.numel() == hidden.shape[0])
     with _no_autocast(hidden):
         use = Use.OBJECTIVE if with_grad else Use.STATISTICS
@@ -570,7 +573,7 @@ weight's gradient is empty where it waits for the backward."""
 
 
 def skips_zero_advantages(objective: Objective, entropy_bonus: bool) -> bool:
-    """Whether a row of advantage 0 has no gradient, and so is none of those that `fastgrpo::linear_grpo` computes with one."""
+    """Whether a row of advantage 0 has no gradient, so that its statistics are enough."""
     return objective.beta == 0.0 and not entropy_bonus
 
 

@@ -634,13 +634,29 @@ def test_the_one_pass_op_passes_opcheck(loss_type, trains):
     targets = torch.randint(-1, vocabulary, (count,))
     per_row = [torch.rand(count) for _ in range(7)]
     constants = ops.objective_constants(objective(loss_type, beta=0.04, delta=4.0))
-    torch.library.opcheck(
-        ops.linear_grpo_op,
-        (
-            hidden, weight, targets, bias, *per_row, 0.9, 1.1, 20.0, 4, torch.float32, loss_type, constants,
-            True, True, trains, trains,
-        ),
-    )  # fmt: skip
+    lists = (), ((targets >= 0).nonzero().squeeze(1), torch.empty(0, dtype=torch.long))
+    for rows_and_others in lists:
+        torch.library.opcheck(
+            ops.linear_grpo_op,
+            (
+                hidden, weight, targets, bias, *per_row, 0.9, 1.1, 20.0, 4, torch.float32, loss_type, constants,
+                True, True, trains, trains, *rows_and_others,
+            ),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (False, True, False), (False, False, False)])
+def test_the_one_pass_op_takes_the_rows_it_would_find(needs):
+    hidden, weight = torch.randn(6, 4), torch.randn(11, 4)
+    targets, advantages = torch.tensor([3, -1, 5, 10, 0, 11]), torch.tensor([1.0, 2.0, 0.0, -1.0, 0.0, 1.0])
+    head = hidden, weight, targets, None, advantages, None, None, None, None, torch.full((6,), 0.25), None
+    options = 1.0, 1.0, None, 2, torch.float32, "grpo", ops.objective_constants(objective("grpo")), True, *needs
+    found = ops.linear_grpo_op(*head, *options)
+    wanted, others = ([0, 3], [2, 4]) if any(needs) else ([0, 2, 3, 4], [])
+    given = ops.linear_grpo_op(*head, *options, torch.tensor(wanted), torch.tensor(others, dtype=torch.long))
+    assert found[0] != 0 and all(map(torch.equal, found, given))
+    with pytest.raises(ValueError, match="rows and others go together"):
+        ops.linear_grpo_op(*head, *options, torch.tensor(wanted))
 
 
 def test_the_objective_survives_the_way_through_the_op():

@@ -24,6 +24,7 @@ from fastgrpo.kernels.rows import (
     UnroundedTargets,
     add_sum_over_rows,
     contiguous,
+    cut_lists,
     objective_arguments,
     pitch_of,
     rows_a_batch,
@@ -121,8 +122,9 @@ def computed_rows(
     counts = wanted.new_empty(1)
     factors = (None if x is None else x.float().contiguous() for x in (first, second))
     torch.ops.fastgrpo.compact_rows(targets, vocabulary, *factors, wanted, others, counts)
-    other_count, count = divmod(counts.item(), 1 << 32)
-    return wanted[:count], None if others is None else others[:other_count]
+    if others is None:
+        return wanted[: counts.item()], None
+    return cut_lists(wanted, others, counts.item())
 
 
 def head_pass(

@@ -79,6 +79,12 @@ def pitch_of(vocabulary: int) -> int:
     return -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
 
 
+def cut_lists(wanted: Tensor, others: Tensor, counts: int) -> tuple[Tensor, Tensor]:
+    """Lists of rows to the lengths that the compaction's kernel packed into a number, see csrc/cuda/compact.h."""
+    other_count, wanted_count = divmod(counts, 1 << 32)
+    return wanted[:wanted_count], others[:other_count]
+
+
 def rows_a_batch(chunk_rows: int, most_chunks: int) -> int:
     """Rows whose 16-bit gradients are collected for one product, where the weight gets a gradient: at most so many chunks'."""
     return min(-(-_ROWS_A_BATCH // chunk_rows), most_chunks) * chunk_rows

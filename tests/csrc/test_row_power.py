@@ -68,7 +68,7 @@ def device_products(monkeypatch: pytest.MonkeyPatch) -> None:
         result = products_with(out_dtype, None, a, b, 1.0, 0.0)
         return result if out is None else out.copy_(result)
 
-    def addmm(total, a, b, *, beta, alpha, out_dtype, out):
+    def addmm(total, a, b, *, beta, out_dtype, out, alpha=1.0):
         return out.copy_(products_with(out_dtype, total, a, b, alpha, beta))
 
     monkeypatch.setattr(torch, "mm", mm)

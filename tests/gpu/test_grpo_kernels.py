@@ -15,7 +15,9 @@ from fastgrpo import Objective, linear_grpo_loss, linear_logprob
 from fastgrpo.head import linear_grpo_rows
 from fastgrpo.kernels import cuda, reference
 from fastgrpo.kernels.library import library_info, load_library
+from fastgrpo.kernels.rows import cut_lists
 from fastgrpo.objective import LOSS_TYPES, RowTerms
+from fastgrpo.row_local import row_inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -185,8 +187,63 @@ def test_three_runs_give_the_same_bits(monkeypatch):
         assert all(torch.equal(stats.sums[name], runs[0][3].sums[name]) for name in stats.sums)
 
 
+@pytest.mark.parametrize("by_advantage", [True, False])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_the_rows_to_compute_come_with_the_coefficients(lengths, by_advantage):
+    count, batch = sum(LENGTHS[lengths]), len(LENGTHS[lengths])
+    segments = torch.tensor([0, *itertools.accumulate(LENGTHS[lengths])], device="cuda")
+    targets, mask = torch.randint(-2, 40, (count,), device="cuda"), torch.rand(count, device="cuda") > 0.3
+    advantages = torch.randint(-1, 2, (batch,), device="cuda").float()
+    inputs = row_inputs(Objective(), segments, targets, 33, mask, advantages, None, by_advantage)
+    first = inputs.terms.advantages if by_advantage else None
+    expected = reference.computed_rows(torch.where(mask, targets, -1), 33, first, None, partition=True)
+    found = cut_lists(inputs.wanted, inputs.others, inputs.counts.item())
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.usefixtures("either_head")
+@pytest.mark.parametrize("trains", ["hidden", "weight", "nothing"])
+def test_what_is_not_asked_for_changes_nothing_else(trains):
+    """Rows without an advantage, masked ones and ignored ones among them."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(60, 64, device="cuda").bfloat16(), torch.randn(257, 64, device="cuda").bfloat16() / 8
+    targets, segments = torch.randint(-1, 257, (60,), device="cuda"), torch.tensor([0, 20, 45, 60], device="cuda")
+    advantages, mask = torch.tensor([1.0, 0.0, -0.5], device="cuda"), torch.rand(60, device="cuda") > 0.3
+
+    def step(of_hidden, of_weight):
+        leaves = hidden.clone().requires_grad_(of_hidden), weight.clone().requires_grad_(of_weight)
+        loss, stats = linear_grpo_loss(*leaves, targets, segments, advantages, Objective(), loss_mask=mask)
+        if of_hidden or of_weight:
+            loss.backward()
+        return loss.detach(), stats.logprobs, stats.entropy, *(leaf.grad for leaf in leaves)
+
+    every = step(True, True)
+    some = step(trains == "hidden", trains == "weight")
+    for ours, wanted in zip(some, every, strict=True):
+        # Without a gradient, another kernel of the row kernels gives the statistics.
+        assert ours is None or torch.allclose(ours, wanted, rtol=2**-7, atol=1e-5)
+    assert [grad is None for grad in some[3:]] == [trains != "hidden", trains != "weight"]
+
+
+def test_a_compiled_loss_is_not_traced_anew_for_another_number_of_computed_rows():
+    torch._dynamo.reset()
+    hidden = torch.randn(24, 64, device="cuda").bfloat16().requires_grad_()
+    weight, targets = torch.randn(33, 64, device="cuda").bfloat16(), torch.arange(24, device="cuda")
+    advantages, objective = torch.tensor([0.0, -1.0], device="cuda"), Objective()
+
+    def loss(segments):
+        return linear_grpo_loss(hidden, weight, targets, segments, advantages, objective)[0] * 2
+
+    compiled = torch.compile(loss, backend="eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for length in range(24):
+            segments = torch.tensor([0, length, 24], device="cuda")
+            assert torch.equal(compiled(segments), loss(segments))
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
 @pytest.mark.parametrize("segments", [[0, 3, 5], [1, 3, 6], [0, 4, 2, 6], [0, 9, 6], [-5, 3, 6], [0]])
-def test_segments_that_do_not_fit_are_an_error_and_harm_nothing(segments):
+def test_segments_that_do_not_fit_are_an_error_and_harm_nothing(segments, with_grad):
     hidden, weight = torch.randn(6, 64, device="cuda").bfloat16(), torch.randn(33, 64, device="cuda").bfloat16()
     targets = torch.zeros(6, dtype=torch.long, device="cuda")
     offsets = torch.tensor(segments, device="cuda")
@@ -194,12 +251,13 @@ def test_segments_that_do_not_fit_are_an_error_and_harm_nothing(segments):
     if len(segments) == 4 and segments[1] == 4:
         offsets = torch.tensor([0, 4, 2, 6], device="cuda")
     with pytest.raises(ValueError, match="segments runs from"):
-        linear_grpo_loss(hidden, weight, targets, offsets, advantages, Objective())
+        linear_grpo_loss(hidden.requires_grad_(with_grad), weight, targets, offsets, advantages, Objective())
     torch.cuda.synchronize()
 
 
 @pytest.mark.usefixtures("either_head")
-def test_the_loss_syncs_once():
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_the_loss_syncs_once(beta):
     """For the sizes of the sequences, and for how many rows are computed, together."""
     hidden = torch.randn(600, 64, device="cuda").bfloat16().requires_grad_()
     weight = torch.randn(5003, 64, device="cuda").bfloat16().requires_grad_()
@@ -207,7 +265,7 @@ def test_the_loss_syncs_once():
     advantages = torch.ones(2, device="cuda")
 
     def step():
-        linear_grpo_loss(hidden, weight, targets, segments, advantages, Objective(beta=0.1), ref_logprobs=ref)[
+        linear_grpo_loss(hidden, weight, targets, segments, advantages, Objective(beta=beta), ref_logprobs=ref)[
             0
         ].backward()
 
