@@ -76,8 +76,8 @@ def _as_declared(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compact_rows(targets, vocabulary, first, second, wanted, others, counts) -> None:
-    found, rest = reference.computed_rows(targets, vocabulary, first, second, others is not None)
+    found, rest = reference.computed_rows(targets, vocabulary, first, second, True)
     wanted[: len(found)] = found
     if others is not None:
         others[: len(rest)] = rest
-    counts[0] = len(found) | (0 if others is None else len(rest)) << 32
+    counts[0] = len(found) | len(rest) << 32

@@ -122,8 +122,6 @@ def computed_rows(
     counts = wanted.new_empty(1)
     factors = (None if x is None else x.float().contiguous() for x in (first, second))
     torch.ops.fastgrpo.compact_rows(targets, vocabulary, *factors, wanted, others, counts)
-    if others is None:
-        return wanted[: counts.item()], None
     return cut_lists(wanted, others, counts.item())
 
 

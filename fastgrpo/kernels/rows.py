@@ -79,10 +79,14 @@ def pitch_of(vocabulary: int) -> int:
     return -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
 
 
-def cut_lists(wanted: Tensor, others: Tensor, counts: int) -> tuple[Tensor, Tensor]:
-    """Lists of rows to the lengths that the compaction's kernel packed into a number, see csrc/cuda/compact.h."""
+def cut_lists(wanted: Tensor, others: Tensor | None, counts: int) -> tuple[Tensor, Tensor | None]:
+    """
+    Lists of rows to the lengths that the compaction's kernel packed into a number, see csrc/cuda/compact.h.
+
+    Other rows are counted whether they are listed or not.
+    """
     other_count, wanted_count = divmod(counts, 1 << 32)
-    return wanted[:wanted_count], others[:other_count]
+    return wanted[:wanted_count], None if others is None else others[:other_count]
 
 
 def rows_a_batch(chunk_rows: int, most_chunks: int) -> int:
