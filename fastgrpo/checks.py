@@ -51,7 +51,8 @@ def require_flag(name: str, value: Any) -> None:
 
 def refuse_forward_mode(*values: Tensor | None) -> None:
     """Raises `RuntimeError` where a tensor carries a tangent, which a custom op would drop without a word."""
-    if torch.compiler.is_compiling():
+    # No level, no tangent; where torch does not tell, every tensor is looked at, which takes longer.
+    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
         return
     for value in values:
         if value is not None and forward_ad.unpack_dual(value).tangent is not None:

@@ -49,6 +49,7 @@ from fastgrpo.ops import (
 from fastgrpo.row_local import row_inputs, row_stats
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_LEAST_FLOAT32 = torch.finfo(torch.float32).tiny
 _IGNORED = -1
 
 
@@ -392,10 +393,11 @@ def _row_local_on_device(
             rows, others = cut_lists(inputs.wanted, inputs.others, counts)
     if not fits:
         _require_segments(hidden.shape[0], *inputs.sizes[:4].tolist())
-    terms = inputs.terms._replace(
-        old_logprobs=None if old_logprobs is None else old_logprobs.float(),
-        ref_logprobs=None if ref_logprobs is None else ref_logprobs.float(),
-    )
+    terms = inputs.terms
+    if old_logprobs is not None:
+        terms = terms._replace(old_logprobs=old_logprobs.float())
+    if ref_logprobs is not None:
+        terms = terms._replace(ref_logprobs=ref_logprobs.float())
     loss, (logprobs, entropy) = _row_local_loss(
         hidden, inputs.targets, head, objective, terms, chunk_rows, rows, others
     )
@@ -539,9 +541,10 @@ def _check_head(
     if not abs(logit_scale) < float("inf"):
         raise ValueError(f"logit_scale is {logit_scale}; it must be finite.")
     compute_dtype = _resolve_compute_dtype(hidden, compute_dtype)
-    least = torch.finfo(torch.float32).tiny
-    if compute_dtype != torch.float64 and temperature < least:
-        raise ValueError(f"temperature is {temperature}, less than float32 can divide by; give at least {least:.1e}.")
+    if compute_dtype != torch.float64 and temperature < _LEAST_FLOAT32:
+        raise ValueError(
+            f"temperature is {temperature}, less than float32 can divide by; give at least {_LEAST_FLOAT32:.1e}."
+        )
     recording = torch.is_grad_enabled()
     return _Head(
         weight,

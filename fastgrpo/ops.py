@@ -392,7 +392,6 @@ def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
         need_hidden, need_weight, need_bias, rows, others,
     ) = inputs  # fmt: skip
     transform = Transform(temperature, logit_scale, softcap)
-    objective = _known_objective(loss_type, *constants)
     dtype = accumulation_dtype(compute_dtype)
 
     def tokens(index: Rows) -> TokenObjective:
@@ -402,9 +401,12 @@ def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
         )
 
         def loss(logprobs: Tensor) -> Tensor:
-            old, *rest = others
+            objective, (old, *rest) = _known_objective(loss_type, *constants), others
             log_ratio = logprobs - (logprobs if old is None else old)
             return weights * token_terms(objective, logprobs, advantage, log_ratio, *rest).loss
+
+        def coefficient(logprobs: Tensor) -> Tensor:
+            return weights * token_grad(_known_objective(loss_type, *constants), logprobs, advantage, *others)
 
         return TokenObjective(
             LOSS_TYPES.index(loss_type),
@@ -414,7 +416,7 @@ def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
             weights,
             entropy_weight,
             loss,
-            lambda logprobs: weights * token_grad(objective, logprobs, advantage, *others),
+            coefficient,
         )
 
     kernels = head_kernels(hidden.device, compute_dtype)
@@ -422,6 +424,7 @@ def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
     if (rows is None) != (others is None):
         raise ValueError("rows and others go together; give both, or neither.")
     if rows is None:
+        objective = _known_objective(loss_type, *constants)
         by_advantage = with_grad and skips_zero_advantages(objective, entropy_weights is not None)
         coefficients = advantages if by_advantage else None
         rows, others = kernels.computed_rows(targets, weight.shape[0], coefficients, None, partition=True)
@@ -647,11 +650,10 @@ class _HeadGradients:
         self.hidden, self.weight, self.bias, self.rows, self.rounded = hidden, weight, bias, rows, rounded
         self.operands = operands
         self.needs = need_hidden, need_weight, need_bias
-        dtype = operands.accumulate
         self._grad_hidden: Tensor | None = None
         self.grad_weight: Tensor | None = None
         self.product: _WeightProduct | None = None
-        self.grad_bias = _zeros_if(need_bias, weight, weight.shape[:1], dtype)
+        self.grad_bias: Tensor | None = None
 
     def add(self, kernels: ModuleType, index: Rows, grad: Tensor) -> None:
         """Adds a batch of rows, whose products receive `grad` (`[R, V]`, as `kernels` gave it)."""
@@ -670,7 +672,8 @@ class _HeadGradients:
             else:
                 self.product = _WeightProduct(product, operands.transform.outer, hidden, grad)
         if need_bias:
-            self.grad_bias.add_(kernels.bias_grad(grad, operands), alpha=operands.transform.outer)
+            grad_bias = kernels.bias_grad(grad, operands).mul_(operands.transform.outer)
+            self.grad_bias = grad_bias if self.grad_bias is None else self.grad_bias.add_(grad_bias)
 
     @property
     def grad_hidden(self) -> Tensor:
@@ -686,7 +689,10 @@ class _HeadGradients:
         if grad_weight is None:
             wanted = self.needs[1] and self.product is None
             grad_weight = _zeros_if(wanted, self.weight, self.weight.shape, self.operands.accumulate)
-        return self.grad_hidden, grad_weight, self.grad_bias
+        grad_bias = self.grad_bias
+        if grad_bias is None:
+            grad_bias = _zeros_if(self.needs[2], self.weight, self.weight.shape[:1], self.operands.accumulate)
+        return self.grad_hidden, grad_weight, grad_bias
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of hidden, weight and bias; empty where not needed."""

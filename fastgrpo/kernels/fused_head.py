@@ -110,7 +110,7 @@ def prepare(call: HeadCall, accumulate: torch.dtype, chunk_rows: int, rows: int,
     chunk_rows = max(1, min(chunk_rows, rows, _MOST_ROWS))
     values = factors = at_target = scratch = None
     if use is not Use.STATISTICS:
-        values = weight.new_empty(chunk_rows, pitch_of(vocabulary), dtype=torch.bfloat16)[:, :vocabulary]
+        values = _without_padding(weight.new_empty(chunk_rows, pitch_of(vocabulary), dtype=torch.bfloat16), vocabulary)
         at_target = weight.new_empty(chunk_rows, dtype=torch.float32)
         factors = None if use is Use.GIVEN else torch.empty_like(at_target)
     if use is not Use.GIVEN:
@@ -258,6 +258,10 @@ def _head(
     transform = operands.transform
     head = transform.temperature, transform.logit_scale, transform.softcap
     return _operand(hidden), operands.weight, targets.contiguous(), *head
+
+
+def _without_padding(values: Tensor, vocabulary: int) -> Tensor:
+    return values if values.shape[1] == vocabulary else values[:, :vocabulary]
 
 
 def _operand(values: Tensor) -> Tensor:

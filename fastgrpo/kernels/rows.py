@@ -86,7 +86,7 @@ def cut_lists(wanted: Tensor, others: Tensor | None, counts: int) -> tuple[Tenso
     Other rows are counted whether they are listed or not.
     """
     other_count, wanted_count = divmod(counts, 1 << 32)
-    return wanted[:wanted_count], None if others is None else others[:other_count]
+    return wanted.narrow(0, 0, wanted_count), None if others is None else others.narrow(0, 0, other_count)
 
 
 def rows_a_batch(chunk_rows: int, most_chunks: int) -> int:
