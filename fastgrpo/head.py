@@ -210,6 +210,8 @@ def linear_grpo_loss(
         per_token_sampler_ratio=sampler_ratio is not None and sampler_ratio.shape[0] != batch,
     )
     entropy_gradient = objective.entropy_coef != 0.0
+    if row_local:
+        _refuse_gradients(per_row | either)
     if row_local and count and batch and has_row_kernels(hidden.device, head.compute_dtype):
         return _row_local_on_device(
             hidden, targets, head, objective, segments, advantages, old_logprobs, ref_logprobs, sampler_ratio, loss_mask,
@@ -318,6 +320,7 @@ def linear_grpo_rows(
     head = _check_head(hidden, weight, targets, bias, temperature, logit_scale, softcap, compute_dtype)
     hidden, targets = _savable(head, hidden, targets)
     _check_values(hidden, terms._asdict(), {hidden.shape[0]})
+    _refuse_gradients(terms._asdict())
     chunk_rows = _chunk_rows(plan, hidden, head, Use.OBJECTIVE, True, terms.entropy_weights is not None)
     return _row_local_loss(hidden, targets.long(), head, objective, terms, chunk_rows)
 
@@ -576,6 +579,18 @@ def _resolve_compute_dtype(hidden: Tensor, compute_dtype: torch.dtype | None) ->
             "None to follow autocast or hidden."
         )
     return compute_dtype
+
+
+def _refuse_gradients(values: dict[str, Tensor | None]) -> None:
+    """Raises `ValueError` for a value that waits for a gradient, which a loss in one pass has for the head's inputs alone."""
+    if not torch.is_grad_enabled():
+        return
+    for name, value in values.items():
+        if value is not None and value.requires_grad:
+            raise ValueError(
+                f"{name} requires a gradient, and this loss gives one to hidden, weight and bias alone. Give "
+                f"{name}.detach(), or compute the log-probs with linear_logprob and the loss with grpo_loss."
+            )
 
 
 def _check_values(hidden: Tensor, values: dict[str, Tensor | None], lengths: set[int]) -> None:

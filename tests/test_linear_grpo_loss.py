@@ -715,6 +715,12 @@ BAD_INPUT = {
     "segments elsewhere": (
         {"segments": torch.empty(3, dtype=torch.int32, device="meta")}, ValueError, "segments is on meta.*one device",
     ),
+    "advantages that train": (
+        {"advantages": torch.ones(2, requires_grad=True)}, ValueError, r"advantages requires a gradient.*advantages.detach\(\)",
+    ),
+    "ratio that trains": (
+        {"sampler_ratio": torch.ones(4, requires_grad=True)}, ValueError, r"sampler_ratio requires a gradient, and this loss",
+    ),
     "segments a list": ({"segments": [0, 2, 4]}, TypeError, "segments is a list.*Tensor"),
     "advantages a list": ({"advantages": [1.0, -1.0]}, TypeError, "advantages is a list.*Tensor"),
 }  # fmt: skip
@@ -736,6 +742,22 @@ def test_bad_input_says_what_was_given_and_what_is_allowed_before_any_work(case,
     monkeypatch.setattr(reference, "project", lambda *args: pytest.fail("work was done before the check"))
     with pytest.raises(error, match=message):
         linear_grpo_loss(**arguments)
+
+
+def test_a_loss_over_log_probs_with_a_graph_gives_other_values_their_gradients():
+    """Where it is not row-local; and without recording, nobody waits for one."""
+    rows = (
+        torch.randn(4, 8, requires_grad=True),
+        torch.randn(5, 8),
+        torch.zeros(4, dtype=torch.long),
+        torch.tensor([0, 1, 4]),
+    )
+    advantages = torch.ones(2, requires_grad=True)
+    loss, _ = linear_grpo_loss(*rows, advantages, objective("grpo", "sequence"), old_logprobs=torch.full((4,), -1.6))
+    loss.backward()
+    assert advantages.grad.ne(0).all()
+    with torch.no_grad():
+        assert linear_grpo_loss(*rows, advantages, objective("dapo"))[0].isfinite()
 
 
 @pytest.mark.parametrize("on_device", [False, True])

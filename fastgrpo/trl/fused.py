@@ -8,6 +8,7 @@ leaf. Where they do not, the log-probs are computed with a graph, and the fused 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,19 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from fastgrpo.head import LogProbs, linear_grpo_rows
+from fastgrpo.kernels.backends import Backend, note_backend
 from fastgrpo.objective import Objective, RowTerms, row_local_terms_exist, row_terms, token_grad
 from fastgrpo.trl.compat import LOSS_METHOD, SCORING_METHOD, loss_mask, overrides, unwrapped
 from fastgrpo.trl.onpolicy import corrects_sampler
 
+logger = logging.getLogger("fastgrpo")
 # Of the size of what is summed up; rounding of float32 sums is a thousandth of it.
 _AGREEMENT = 1e-3
+
+
+def loss_backend(device_type: str, reason: str) -> Backend:
+    """How the loss of a head that trains comes to its gradient, and why not in one pass."""
+    return Backend("log-probs with a graph" if reason else "in one pass with its gradients", device_type, reason)
 
 
 def fused_obstacle(trainer: GRPOTrainer) -> str:
@@ -131,6 +139,17 @@ class FusedRoute:
         self.trainer, self.because = trainer, ""
         self.checked: set[tuple[Any, ...]] = set()
 
+    def give_up(self, because: str, advice: str = "") -> None:
+        """No micro-batch takes the fused loss from here on; says so once."""
+        self.because = because
+        logger.warning(
+            "fastgrpo: %s. From here on the head computes log-probs with a graph, which takes four products instead of "
+            "three. %s",
+            because,
+            advice,
+        )
+        note_backend("trainer loss", loss_backend(self.trainer.args.device.type, because))
+
     def begin(self, inputs: dict[str, Any]) -> FusedLoss | None:
         """The fused loss of a micro-batch; None where log-probs with a graph are needed."""
         trainer = self.trainer
@@ -145,10 +164,16 @@ class FusedRoute:
         advantages = inputs["advantages"]
         if advantages.dim() == 1:
             advantages = advantages.unsqueeze(1)
+        ref = inputs["ref_per_token_logps"] if trainer.beta != 0.0 else None
+        values = {"advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": ref, "the ratio": ratio}
+        waiting = [name for name, x in values.items() if x is not None and x.requires_grad]
+        if waiting:
+            self.give_up(f"a gradient is wanted of {' and '.join(waiting)}, and the fused loss has none but the head's")
+            return None
         try:
             objective = objective_of(trainer, inputs)
         except (TypeError, ValueError) as error:
-            self.because = str(error)
+            self.give_up(str(error).removesuffix("."))
             return None
         per_token = {
             "per_token_advantages": advantages.shape[1] != 1,
@@ -157,7 +182,6 @@ class FusedRoute:
         if not row_local_terms_exist(objective, on_policy=old is None, **per_token):
             return None
         terms = row_terms(objective, advantages, mask.float(), ratio)
-        ref = inputs["ref_per_token_logps"] if objective.beta != 0.0 else None
         old, ref = (None if x is None else x.to(terms.advantages.dtype) for x in (old, ref))
         return FusedLoss(objective, terms._replace(old_logprobs=old, ref_logprobs=ref), mask.bool())
 

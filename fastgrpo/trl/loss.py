@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from fastgrpo.kernels.backends import Backend, note_backend
 from fastgrpo.trl.compat import LOSS_METHOD, Standing, loss_mask
 from fastgrpo.trl.fused import FusedLoss, FusedRoute, attached
 from fastgrpo.trl.onpolicy import OldLogProbs, score_again
@@ -18,11 +17,6 @@ from fastgrpo.trl.scoring import ScoringMethod
 from fastgrpo.trl.skipping import Kept, kept_rows, why_all_rows_count
 
 logger = logging.getLogger("fastgrpo")
-
-
-def loss_backend(device_type: str, reason: str) -> Backend:
-    """How the loss of a head that trains comes to its gradient, and why not in one pass."""
-    return Backend("log-probs with a graph" if reason else "in one pass with its gradients", device_type, reason)
 
 
 class LossPass:
@@ -177,13 +171,10 @@ class LossMethod(Standing):
         disagreement = self.route.disagreement(loss_pass.fused, loss_pass.leaf, loss)
         if not disagreement:
             return attached(loss_pass.carried, loss_pass.computed(), loss_pass.fused.found[0].detach())
-        self.route.because = f"the fused loss does not agree with TRL's: {disagreement}"
-        logger.warning(
-            "fastgrpo: %s. From here on the head computes log-probs with a graph, which takes four products instead of three. "
+        self.route.give_up(
+            f"the fused loss does not agree with TRL's: {disagreement}",
             "Something changed what TRL's _compute_loss computes; please report it if it was not you.",
-            self.route.because,
         )
-        note_backend("trainer loss", loss_backend(loss.device.type, self.route.because))
         (grad,) = torch.autograd.grad(loss, loss_pass.leaf)
         loss_pass.carried = None  # and with it the gradients of the fused loss
         loss_pass.fused.found.clear()

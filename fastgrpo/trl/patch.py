@@ -39,10 +39,10 @@ from fastgrpo.trl.compat import (
 )
 from fastgrpo.trl.config import Options
 from fastgrpo.trl.freshness import Freshness
-from fastgrpo.trl.fused import head_trains, why_with_a_graph
+from fastgrpo.trl.fused import head_trains, loss_backend, why_with_a_graph
 from fastgrpo.trl.heads import HeadDispatcher
 from fastgrpo.trl.layers import install_layers, remove_layers
-from fastgrpo.trl.loss import LossMethod, loss_backend
+from fastgrpo.trl.loss import LossMethod
 from fastgrpo.trl.metrics import StepMetrics
 from fastgrpo.trl.offload import Offload, offload_obstacle
 from fastgrpo.trl.onpolicy import OldLogProbs, corrects_sampler, old_pass_obstacle

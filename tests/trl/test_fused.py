@@ -195,6 +195,26 @@ def test_where_the_derivatives_disagree_too(products, caplog, monkeypatch, tmp_p
     assert "its derivative in the log-probs differs by 0.01" in caplog.text
 
 
+class LearnedGain(GRPOTrainer):
+    """Advantages that have a gradient."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        batch = super()._generate_and_score_completions(inputs)
+        self.gain = torch.ones((), requires_grad=True)
+        return batch | {"advantages": batch["advantages"] * self.gain}
+
+
+def test_advantages_with_a_gradient_get_it_from_trl_s_loss(products, caplog, tmp_path):
+    settings = {"trainer_class": LearnedGain, "gradient_accumulation_steps": 1, "max_steps": 1}
+    gains = []
+    for patched in (False, True):
+        trainer, _ = run(tmp_path, patched=patched, lora=False, reward=no_two_equal, **settings)
+        gains.append(trainer.gain.grad)
+    assert gains[0] != 0 and torch.allclose(*gains, rtol=1e-4)
+    reason = "a gradient is wanted of advantages, and the fused loss has none but the head's"
+    assert caplog.text.count(reason) == 1 and fastgrpo.backends()["trainer loss"].reason == reason
+
+
 def test_a_multiple_of_the_loss_has_that_multiple_of_the_gradient(tmp_path):
     trainer = tiny_trainer(tmp_path, lora=False, max_steps=1, gradient_accumulation_steps=1, reward=no_two_equal)
     fastgrpo.patch(trainer)
