@@ -45,6 +45,7 @@ def with_autograd(
 
     def run(*arguments: Any) -> Any:
         if _traced(arguments):
+            _refuse_functional_gradients()
             return op(*arguments)
         return function.apply(*arguments) if torch.is_grad_enabled() else body(*arguments)
 
@@ -60,6 +61,18 @@ def without_autograd(op: Any) -> Callable[..., Any]:
         return op(*arguments) if needs_grad or _traced(arguments) else body(*arguments)
 
     return run
+
+
+def _refuse_functional_gradients() -> None:
+    """Raises `RuntimeError` inside `torch.func.grad` and its like, which cannot differentiate an op from `torch.library`."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack().key() == functorch.TransformType.Grad:
+        raise RuntimeError(
+            "fastgrpo's head has no derivatives under torch.func (grad, vjp, jacrev, hessian), which does not take custom ops "
+            "with an autograd of their own. Use torch.autograd.grad or backward()."
+        )
 
 
 def _body(op: Any) -> Callable[..., Any]:

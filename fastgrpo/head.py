@@ -176,12 +176,14 @@ def linear_grpo_loss(
         old_logprobs: `[N]`; None on-policy.
         ref_logprobs: `[N]`; needed where `objective.beta` is not 0.
         sampler_ratio: `[B]` or `[N]`, see `sampler_importance_ratio`.
-        loss_mask: `[N]`, 0 where a row counts for nothing; such rows are not computed. None = all count.
+        loss_mask: `[N]`, 0 where a row counts for nothing; such rows are not computed. Any other value is a 1; None = all
+            count.
         sampling_logprobs: `[N]` the sampler's own, for the off-policy mask; None = `old_logprobs`.
 
     Returns:
         0-d fp32 loss, differentiable in hidden, weight and bias, and GRPOStats with `[N]` logprobs and entropy. Until the
-        backward hidden may not be changed in place; autograd says so where that matters.
+        backward hidden may not be changed in place; autograd says so where that matters. `torch.compile` breaks its graph
+        here, where the values of segments are read; of the two, `linear_logprob` takes `fullgraph=True`.
 
     Raises:
         TypeError, ValueError: what does not fit; before any work.

@@ -500,8 +500,8 @@ def grpo_loss(
     Args:
         logprobs: `[B, T]` log-probs under the policy, with gradient.
         advantages: `[B]` or `[B, T]`.
-        mask: `[B, T]` bool, int or float: completion mask times tool mask. What other tensors hold where it is 0 has no
-            effect, NaN included.
+        mask: `[B, T]` bool, int or float: completion mask times tool mask; any value but 0 is a 1. What other tensors hold
+            where it is 0 has no effect, NaN included.
         objective: loss type, options and normalisers.
         old_logprobs: `[B, T]`; None on-policy, where they are the detached `logprobs`.
         ref_logprobs: `[B, T]`; needed where `objective.beta` is not 0.

@@ -467,6 +467,15 @@ def test_bad_input_says_what_was_given_and_what_is_allowed(case):
         linear_logprob(**arguments)
 
 
+def test_functional_gradients_are_refused_in_words():
+    weight, targets, hidden = torch.randn(7, 4), torch.zeros(3, dtype=torch.long), torch.randn(3, 4)
+    for transform in (torch.func.grad, torch.func.jacrev, lambda f: lambda h: torch.func.vjp(f, h)):
+        with pytest.raises(
+            RuntimeError, match=r"no derivatives under torch.func .*Use torch.autograd.grad or backward"
+        ):
+            transform(lambda h: linear_logprob(h, weight, targets).logprobs.sum())(hidden)
+
+
 def test_forward_mode_derivatives_are_refused_not_zero():
     hidden, weight, targets = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([1, 2, 3])
     with pytest.raises(RuntimeError, match="reverse-mode derivatives only"):

@@ -144,7 +144,7 @@ def patch(trainer: GRPOTrainer, options: Options | None = None) -> Patch:
     Works before, between and after `train()` calls. Three short rows are scored by the model itself and by fastgrpo first:
     where packed rows differ, rows keep TRL's layout; where the head differs, the trainer is refused. Results agree with the
     unpatched trainer's up to the rounding of floating-point sums. Models whose absolute positions TRL shifts by its left
-    padding (GPT-2, OPT) are scored at their real positions.
+    padding (GPT-2, XGLM) are scored at their real positions.
 
     Args:
         trainer: the trainer; its model may be fully trained or carry LoRA adapters.

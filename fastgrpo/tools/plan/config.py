@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
@@ -84,23 +85,27 @@ def parse_numbers(text: str) -> dict[str, Any]:
     return numbers
 
 
-def read_config(model: str | Path | PretrainedConfig) -> tuple[str, PretrainedConfig]:
+def read_config(model: str | Path | PretrainedConfig | torch.nn.Module) -> tuple[str, PretrainedConfig]:
     """
     Name and configuration of a model; nothing is downloaded, and no network is waited for.
 
     Args:
-        model: a folder with a config.json, the file itself, the name of a model in the local cache of the Hugging Face Hub, or
-            a configuration.
+        model: a folder with a config.json, the file itself, the name of a model in the local cache of the Hugging Face Hub, a
+            configuration, or a model that has one.
 
     Raises:
         TypeError, ValueError: nothing that transformers reads as a configuration.
     """
+    if isinstance(model, torch.nn.Module) and isinstance(getattr(model, "config", None), PretrainedConfig):
+        model = model.config
     if isinstance(model, PretrainedConfig):
         config = copy.deepcopy(model)
         _check_sizes(vars(config.get_text_config()), "the configuration")
         return config.name_or_path or f"{config.model_type} configuration", config
     if not isinstance(model, str | Path):
-        raise TypeError(f"model is {model!r}; give a folder, a config.json, or a transformers configuration.")
+        raise TypeError(
+            f"model is a {type(model).__name__}; give a folder, a config.json, or a transformers configuration or model."
+        )
     name, file = _find(model)
     try:
         values = json.loads(file.read_text(encoding="utf-8"))

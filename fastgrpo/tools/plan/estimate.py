@@ -21,7 +21,7 @@ from fastgrpo.tools.wording import reason
 
 
 def estimate_memory(
-    model: str | Path | PretrainedConfig, *, settings: PlanSettings | None = None, **changes: Any
+    model: str | Path | PretrainedConfig | torch.nn.Module, *, settings: PlanSettings | None = None, **changes: Any
 ) -> MemoryPlan:
     """
     The memory that a GRPO run will need on one device, term by term.
@@ -30,7 +30,7 @@ def estimate_memory(
     activations are followed through two of its layers (`fastgrpo.tools.plan.trace`).
 
     Args:
-        model: a folder with a config.json, that file, or a transformers configuration.
+        model: a folder with a config.json, that file, a transformers configuration, or a model that has one.
         settings: of the run; None = the defaults of `PlanSettings`.
         changes: fields of `PlanSettings`, over `settings`.
 

@@ -495,15 +495,20 @@ def test_settings_of_a_wrong_type_or_name_are_refused(settings, message):
         estimate_memory(LLAMA, **settings)
 
 
-def test_a_model_is_a_folder_a_file_or_a_configuration(tmp_path):
+def test_a_model_is_a_folder_a_file_a_configuration_or_has_one(tmp_path):
     LLAMA.save_pretrained(tmp_path / "small")
-    plans = [estimate_memory(model) for model in (str(tmp_path / "small"), tmp_path / "small" / "config.json", LLAMA)]
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(LLAMA)
+    models = str(tmp_path / "small"), tmp_path / "small" / "config.json", LLAMA, built
+    plans = [estimate_memory(model) for model in models]
     assert len({plan.total for plan in plans}) == 1
     assert plans[0].shape.name == plans[1].shape.name == "small"
     with pytest.raises(ValueError, match=r"there is no .*nowhere"):
         estimate_memory(str(tmp_path / "nowhere"))
-    with pytest.raises(TypeError, match="model is 3; give a folder"):
+    with pytest.raises(TypeError, match="model is a int; give a folder"):
         estimate_memory(3)
+    with pytest.raises(TypeError, match="model is a Linear; give a folder"):
+        estimate_memory(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="settings is 3; give PlanSettings or None"):
         estimate_memory(LLAMA, settings=3)
 
