@@ -84,9 +84,5 @@ def _traced(arguments: tuple[Any, ...]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or (not _PLAIN.issuperset(map(type, arguments)) and any(_is_unknown_tensor(x) for x in arguments))
+        or any(issubclass(kind, Tensor) for kind in set(map(type, arguments)) - _PLAIN)
     )
-
-
-def _is_unknown_tensor(value: Any) -> bool:
-    return type(value) not in _PLAIN and isinstance(value, Tensor)

@@ -46,7 +46,7 @@ from fastgrpo.ops import (
     run_linear_logprob,
     skips_zero_advantages,
 )
-from fastgrpo.row_local import row_inputs, row_stats
+from fastgrpo.row_local import RowInputs, row_inputs, row_stats
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _LEAST_FLOAT32 = torch.finfo(torch.float32).tiny
@@ -386,6 +386,20 @@ def _row_local_on_device(
         objective, segments, targets, head.weight.shape[0], loss_mask, advantages, sampler_ratio, by_advantage
     )
     chunk_rows = _chunk_rows(plan, hidden, head, Use.OBJECTIVE, True, bonus)
+    rows, others = _computed_rows(inputs, hidden.shape[0])
+    terms = inputs.terms
+    if old_logprobs is not None:
+        terms = terms._replace(old_logprobs=old_logprobs.float())
+    if ref_logprobs is not None:
+        terms = terms._replace(ref_logprobs=ref_logprobs.float())
+    loss, (logprobs, entropy) = _row_local_loss(
+        hidden, inputs.targets, head, objective, terms, chunk_rows, rows, others
+    )
+    return loss, row_stats(objective, segments, inputs, terms, advantages, logprobs, entropy)
+
+
+def _computed_rows(inputs: RowInputs, count: int) -> tuple[Tensor | None, Tensor | None]:
+    """`rows` and `others` of `fastgrpo::linear_grpo`; raises `ValueError` where the sequences do not fit."""
     rows = others = None
     if torch.compiler.is_compiling():
         # Lists of another length would be traced anew; the op finds them itself.
@@ -397,16 +411,8 @@ def _row_local_on_device(
         if fits:
             rows, others = cut_lists(inputs.wanted, inputs.others, counts)
     if not fits:
-        _require_segments(hidden.shape[0], *inputs.sizes[:4].tolist())
-    terms = inputs.terms
-    if old_logprobs is not None:
-        terms = terms._replace(old_logprobs=old_logprobs.float())
-    if ref_logprobs is not None:
-        terms = terms._replace(ref_logprobs=ref_logprobs.float())
-    loss, (logprobs, entropy) = _row_local_loss(
-        hidden, inputs.targets, head, objective, terms, chunk_rows, rows, others
-    )
-    return loss, row_stats(objective, segments, inputs, terms, advantages, logprobs, entropy)
+        _require_segments(count, *inputs.sizes[:4].tolist())
+    return rows, others
 
 
 def _check_segments(segments: Tensor, hidden: Tensor) -> int:

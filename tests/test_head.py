@@ -17,6 +17,7 @@ from head_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 from truth import logits_float64, logprobs_float64, relative_error
 
 import fastgrpo.kernels.reference as reference
@@ -480,6 +481,8 @@ def test_forward_mode_derivatives_are_refused_not_zero():
     hidden, weight, targets = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([1, 2, 3])
     with pytest.raises(RuntimeError, match="reverse-mode derivatives only"):
         torch.func.jvp(lambda h: linear_logprob(h, weight, targets).logprobs, (hidden,), (hidden,))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="reverse-mode derivatives only"):
+        linear_logprob(forward_ad.make_dual(hidden, hidden), weight, targets)
 
 
 @pytest.mark.parametrize("name", ["return_entropy", "entropy_requires_grad"])

@@ -144,9 +144,9 @@ class FusedRoute:
         self.because = because
         logger.warning(
             "fastgrpo: %s. From here on the head computes log-probs with a graph, which takes four products instead of "
-            "three. %s",
+            "three.%s",
             because,
-            advice,
+            advice and f" {advice}",
         )
         note_backend("trainer loss", loss_backend(self.trainer.args.device.type, because))
 

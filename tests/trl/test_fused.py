@@ -195,6 +195,17 @@ def test_where_the_derivatives_disagree_too(products, caplog, monkeypatch, tmp_p
     assert "its derivative in the log-probs differs by 0.01" in caplog.text
 
 
+def test_where_no_objective_can_be_formed_trl_s_loss_is_differentiated(products, caplog, monkeypatch, tmp_path):
+    def objective_of(*_: Any) -> None:
+        raise ValueError("num_items_in_batch is -1; give a count of tokens, or None.")
+
+    monkeypatch.setattr("fastgrpo.trl.fused.objective_of", objective_of)
+    counts = compared(tmp_path, products, max_steps=1)
+    assert counts["project"] == 2 * counts["add_weight_grad"] > 0
+    reason = "num_items_in_batch is -1; give a count of tokens, or None"
+    assert caplog.text.count(reason) == 1 and fastgrpo.backends()["trainer loss"].reason == reason
+
+
 class LearnedGain(GRPOTrainer):
     """Advantages that have a gradient."""
 
