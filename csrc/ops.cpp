@@ -584,10 +584,10 @@ void scale_rows(const Tensor& hidden, const Tensor& factors, const Tensor& out) 
   rows.launch(fastgrpo_scale_rows, values, rows.check.values("factors", factors), into);
 }
 
-GradDtype grad_dtype_of(const char* op, const Tensor& out) {
+GradDtype grad_dtype_of(const char* op, const Tensor& out, const char* name = "out") {
   const ScalarType type = out.scalar_type();
   if (type != ScalarType::BFloat16 && type != ScalarType::Half) {
-    fail(op, ": out is ", name_of(type), "; it must be torch.bfloat16 or torch.float16.");
+    fail(op, ": ", name, " is ", name_of(type), "; it must be torch.bfloat16 or torch.float16.");
   }
   return type == ScalarType::Half ? GradDtype::float16 : GradDtype::bfloat16;
 }
@@ -623,7 +623,11 @@ struct Arrays {
 
   // int32 or int64; returns whether 64 bit.
   bool ids(const char* name, const Tensor& tensor, int64_t count, const void*& data) const {
-    const bool is_long = tensor.scalar_type() == ScalarType::Long;
+    const ScalarType type = tensor.scalar_type();
+    const bool is_long = type == ScalarType::Long;
+    if (!is_long && type != ScalarType::Int) {
+      fail(op, ": ", name, " is ", name_of(type), "; it must be contiguous torch.int32 or torch.int64 with ", count, " elements.");
+    }
     data = array(name, tensor, is_long ? ScalarType::Long : ScalarType::Int, count);
     return is_long;
   }
@@ -896,7 +900,7 @@ void rotary(const Tensor& query, const Tensor& key, const Tensor& cos, const Ten
     fail(op, ": key has shape ", shape_of(key), " and out_query ", shape_of(out), "; only their heads may differ.");
   }
   if ((out.numel() + key.numel()) / 16 >= (int64_t{1} << 31)) fail(op, ": out_query has shape ", shape_of(out), ", which is too large.");
-  const GradDtype dtype = grad_dtype_of(op, out);
+  const GradDtype dtype = grad_dtype_of(op, out, "out_query");
   const auto values = [&](const char* name, const Tensor& tensor, int64_t count) {
     void* at = arrays.array(name, tensor, out.scalar_type(), count);
     if (reinterpret_cast<uintptr_t>(at) % 16 != 0) fail(op, ": ", name, " must start at a multiple of 16 bytes.");

@@ -60,6 +60,15 @@ def worst_row_error(value: Tensor, truth: Tensor) -> float:
     return ((value - truth).norm(dim=1) / scale.clamp(min=1e-300))[large].max().item() if large.any() else 0.0
 
 
+def every_row_error(value: Tensor, truth: Tensor) -> float:
+    """The largest relative error of a row, however small; rows that are 0 must be."""
+    value, truth = value.double(), truth.double()
+    norm = truth.norm(dim=1)
+    assert value[norm == 0].eq(0).all() and value.isfinite().all()
+    rows = (value - truth).norm(dim=1)[norm > 0] / norm[norm > 0]
+    return rows.max().item() if len(rows) else 0.0
+
+
 def attention_alone(
     query: Tensor,
     key: Tensor,

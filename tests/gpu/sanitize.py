@@ -37,20 +37,27 @@ def clusters() -> None:
     _head(33000, 60001, 151936)
 
 
+def two_reads() -> None:
+    """Rows that no cluster holds, as all rows are on cards without clusters: read twice, and written in place."""
+    _head(400_003)
+
+
 def largest_cluster() -> None:
     """Rows that sixteen blocks share."""
     _head(262144)
 
 
 def _head(*vocabularies: int) -> None:
-    # A width that the fused product does not serve.
+    # A width that the fused product does not serve. Gradients of a bias are those of a head that trains.
     for vocabulary, dtype in itertools.product(vocabularies, (torch.bfloat16, torch.float16)):
         for trains in (False, True):
             hidden = torch.randn(37, 60, device=DEVICE).to(dtype).requires_grad_()
             weight = torch.randn(vocabulary, 60, device=DEVICE).to(dtype).requires_grad_(trains)
+            bias = torch.randn(vocabulary, device=DEVICE).to(dtype).requires_grad_(trains)
             targets = torch.randint(-1, vocabulary, (37,), device=DEVICE)
-            out = linear_logprob(hidden, weight, targets, softcap=20.0, return_entropy=True, num_chunks=2)
+            out = linear_logprob(hidden, weight, targets, bias=bias, softcap=20.0, return_entropy=True, num_chunks=2)
             (out.logprobs.sum() + out.entropy.sum()).backward()
+            linear_logprob(hidden, weight, targets.int()).logprobs.sum().backward()
 
 
 def fused_head() -> None:
@@ -73,7 +80,8 @@ def fused_head() -> None:
         )
         (out.logprobs.sum() + out.entropy.sum()).backward()
         segments, advantages = torch.tensor([0, 301], device=DEVICE), torch.ones(1, device=DEVICE)
-        linear_grpo_loss(hidden, weight, targets, segments, advantages, Objective(), softcap=softcap)[0].backward()
+        for ids in (targets, targets.int()):
+            linear_grpo_loss(hidden, weight, ids, segments, advantages, Objective(), softcap=softcap)[0].backward()
 
 
 def waiting_product() -> None:
@@ -159,7 +167,19 @@ def heads() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     # The last, so that what synccheck says of it ends no other.
-    every = (head, clusters, fused_head, waiting_product, loss, rows_of_16_bit, packs, gate, heads, largest_cluster)
+    every = (
+        head,
+        clusters,
+        two_reads,
+        fused_head,
+        waiting_product,
+        loss,
+        rows_of_16_bit,
+        packs,
+        gate,
+        heads,
+        largest_cluster,
+    )
     parts = {part.__name__: part for part in every}
     for part in [parts[name] for name in sys.argv[1:]] or parts.values():
         part()

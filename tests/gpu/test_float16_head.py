@@ -10,7 +10,7 @@ import pytest
 import torch
 from row_kernels import launch, over, padded
 from torch import Tensor
-from truth import COEFFICIENT_SIZES, logits_float64, logprobs_float64, relative_error
+from truth import COEFFICIENT_SIZES, every_row_error, logits_float64, logprobs_float64, relative_error
 
 from fastgrpo import Objective, linear_grpo_loss, linear_logprob
 from fastgrpo.kernels import cuda
@@ -32,15 +32,6 @@ SCALE = 4096.0
 def coefficients(count: int, low: float, high: float) -> Tensor:
     size = torch.empty(count, device=DEVICE).uniform_(math.log(low), math.log(high)).exp()
     return size * torch.randn(count, device=DEVICE).sign()
-
-
-def every_row_error(value: Tensor, truth: Tensor) -> float:
-    """The largest relative error of a row, however small; rows that are 0 must be."""
-    value, truth = value.double(), truth.double()
-    norm = truth.norm(dim=1)
-    assert value[norm == 0].eq(0).all() and value.isfinite().all()
-    rows = (value - truth).norm(dim=1)[norm > 0] / norm[norm > 0]
-    return rows.max().item() if len(rows) else 0.0
 
 
 def kernel_case(rows: int, vocabulary: int, size: str) -> dict[str, Tensor]:
@@ -234,6 +225,37 @@ def test_three_runs_give_the_same_bits():
         results.append((loss, hidden.grad, weight.grad, bias.grad))
     for again in results[1:]:
         assert all(map(torch.equal, again, results[0]))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("bonus", [False, True])
+def test_a_row_s_bits_depend_on_neither_its_place_nor_its_neighbours(frozen, bonus):
+    count, words = 600, 50257
+    hidden, targets = torch.randn(count, WIDTH, device=DEVICE).half(), torch.randint(words, (count,), device=DEVICE)
+    weight = (torch.randn(words, WIDTH, device=DEVICE) * 2 / WIDTH**0.5).half()
+    hidden[::2] += 2 * weight[targets[::2]]
+    g, h = coefficients(count, 1e-3, 1e3), coefficients(count, 1e-3, 1e3)
+    everywhere, others = torch.arange(count, device=DEVICE), torch.arange(count, device=DEVICE) != 8
+
+    def per_row(hidden: Tensor, index: Tensor, g: Tensor = g) -> tuple[Tensor, ...]:
+        # Float32 masters: their gradients are not rounded, and hold any of these.
+        leaf, lm_head = hidden[index].float().requires_grad_(), weight.float().requires_grad_(not frozen)
+        out = linear_logprob(
+            leaf, lm_head, targets[index], return_entropy=True, compute_dtype=FP16, num_chunks=1,
+            entropy_requires_grad=bonus,
+        )  # fmt: skip
+        outputs, upstream = ([*out], [g[index], h[index]]) if bonus else ([out.logprobs], [g[index]])
+        torch.autograd.backward(outputs, upstream)
+        return (*(x.detach() for x in out), leaf.grad)
+
+    alone = per_row(hidden, everywhere)
+    order = torch.randperm(count, device=DEVICE)
+    assert all(torch.equal(found, wanted[order]) for found, wanted in zip(per_row(hidden, order), alone, strict=True))
+    far, much = hidden.clone(), g.clone()
+    far[8] *= 100
+    much[8] *= 1e6
+    for found, wanted in zip(per_row(far, everywhere, much), alone, strict=True):
+        assert torch.equal(found[others], wanted[others])
 
 
 def test_the_host_waits_for_the_rows_that_count_and_once_a_batch():

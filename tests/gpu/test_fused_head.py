@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 from loss_cases import check_16_bit, objective
 from loss_cases import make as make_rows
 from torch import Tensor
-from truth import logits_float64, logprobs_float64, relative_error, worst_row_error
+from truth import every_row_error, logits_float64, logprobs_float64, relative_error, worst_row_error
 
 from fastgrpo import linear_grpo_loss, linear_logprob
 from fastgrpo.kernels import fused_head
 from fastgrpo.kernels.library import library_info, load_library
 from fastgrpo.kernels.reference import HeadCall, Transform, Use
 from fastgrpo.kernels.rows import pitch_of, rounded_sum_over_rows
+from fastgrpo.objective import LOSS_TYPES, Objective
+from fastgrpo.ops import objective_constants
 
 pytestmark = [
     pytest.mark.gpu,
@@ -494,6 +496,109 @@ def test_a_row_s_gradient_is_its_factor_times_the_values_but_for_the_target():
     exact = torch.nn.functional.one_hot(given["targets"], log_p.shape[1]) - log_p.exp()
     assert relative_error(found, exact) <= 2e-3
     assert relative_error(given["at_target"], exact.gather(1, column).squeeze(1)) <= 1e-5
+
+
+def confident(gap: float, width: int, vocabulary: int, count: int = 130) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Rows whose target is `gap` nats above all other words, which are near each other.
+
+    An exponential of another word is 2^(z - shift): farther below the target than 87 nats it is 0.
+    """
+    words = width // 4
+    axes, _ = torch.linalg.qr(torch.randn(width, width))
+    targets, place = torch.randperm(vocabulary)[:words], torch.randint(words, (count,))
+    weight = torch.randn(vocabulary, width - words) @ axes[words:] / (width - words) ** 0.5
+    weight[targets] = axes[:words]
+    hidden, weight = 0.5 * torch.randn(count, width - words) @ axes[words:], weight.to(BF16)
+    targets = targets[place]
+    for _ in range(4):
+        nearest, _ = below_targets(hidden.to(BF16), weight, targets)
+        hidden += (gap - nearest).float().unsqueeze(1) * weight[targets]
+    nearest, farthest = below_targets(hidden.to(BF16), weight, targets)
+    assert (nearest - gap).abs().max() < 0.5 and farthest.max() < 87
+    return hidden.to(BF16).cuda(), weight.cuda(), targets.cuda()
+
+
+def below_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """How many nats the nearest and the farthest of all other words are below the target of each row."""
+    logits, column = logits_float64(hidden, weight), targets.unsqueeze(1)
+    below = logits.gather(1, column) - logits
+    return below.scatter(1, column, torch.inf).amin(1), below.amax(1)
+
+
+def confident_truth(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Log-probs, and d log-prob of hidden and (summed) of weight, in float64.
+
+    `log_softmax` and its gradient lose digits there, in float64 too: log p is -log(1 + the odds against the target).
+    """
+    logits, column = logits_float64(hidden, weight), targets.unsqueeze(1)
+    odds = (logits.scatter(1, column, -torch.inf).logsumexp(1) - logits.gather(1, column).squeeze(1)).exp()
+    logprobs = -torch.log1p(odds)
+    slopes = -(logits - logits.logsumexp(1, keepdim=True)).exp()
+    slopes.scatter_(1, column, (odds / (1 + odds)).unsqueeze(1))
+    return logprobs, slopes @ weight.double(), slopes.t() @ hidden.double()
+
+
+# An absolute error of a logit, of fp32 products of 80 and more about 1e-4 at most, is a relative one of log p and of 1 - p. In
+# z - lse, and in 1 - exp(log p), it is 1e-6 or so beside 1e-9 (20 nats) and less: nothing is right there.
+CONFIDENT = 1e-3
+GAPS = pytest.mark.parametrize("gap", [5.0, 12.0, 20.0, 40.0, 80.0])
+
+
+@GAPS
+@pytest.mark.parametrize("way", ["frozen", "trained", "loss, frozen", "loss, trained"])
+# The last has a weight whose gradient a product rounds at once.
+@pytest.mark.parametrize(("width", "vocabulary"), [(128, 1056), (128, 1003), (256, 32768)])
+def test_confident_rows_keep_their_digits(calls, gap, way, width, vocabulary):
+    hidden, weight, targets = confident(gap, width, vocabulary)
+    exact = confident_truth(hidden, weight, targets)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_("trained" in way)]
+    factor = 1.0
+    if "loss" in way:
+        segments, advantages = torch.tensor([0, len(targets)], device="cuda"), torch.ones(1, device="cuda")
+        loss, stats = linear_grpo_loss(*leaves, targets, segments, advantages, objective("grpo"))
+        logprobs, factor = stats.logprobs, -1.0 / len(targets)
+        loss.backward()
+        assert set(calls) == {"head_objective"}
+    else:
+        logprobs = linear_logprob(*leaves, targets).logprobs
+        logprobs.sum().backward()
+        assert set(calls) == ({"head_pass"} if way == "frozen" else {"head_pass", "head_grad"})
+    assert ((logprobs - exact[0]) / exact[0]).abs().max() <= CONFIDENT
+    # The target's term is in fp32. Beside it the other words' are small, and what is left is the rounding of the result.
+    limit = CONFIDENT + 2**-8
+    assert every_row_error(hidden.grad, factor * exact[1]) <= limit
+    if "trained" in way:
+        words = targets.unique()
+        assert every_row_error(weight.grad[words], factor * exact[2][words]) <= limit
+        assert relative_error(weight.grad, factor * exact[2]) <= 3e-3
+
+
+@GAPS
+@pytest.mark.parametrize("op", ["fused_pass", "fused_objective", "fused_grad"])
+def test_confident_targets_get_one_minus_p(op, gap):
+    head = dict(zip(("hidden", "weight", "targets"), confident(gap, 128, 1003), strict=True))
+    logprobs, *_ = confident_truth(**head)
+    given = arguments(130, 128, 1003) | head | {"temperature": 1.0}
+    g = torch.randn(130, device="cuda")
+    *before, grad, at_target, factors, scratch = given.values()
+    rows = grad, at_target, factors, scratch
+    if op == "fused_objective":
+        # On-policy a log-prob's coefficient is minus the advantage.
+        ones, constants = torch.ones(130, device="cuda"), objective_constants(Objective("dapo"))
+        constants[4] = bool(constants[4])
+        place = LOSS_TYPES.index("dapo")
+        torch.ops.fastgrpo.fused_objective(*before, -g, ones, None, None, None, None, place, *constants, *rows)
+    else:
+        torch.ops.fastgrpo.fused_pass(*given.values())
+    found = given["logprobs"]
+    assert ((found - logprobs) / logprobs).abs().max() <= CONFIDENT
+    if op == "fused_grad":
+        at_target.fill_(torch.nan)
+        torch.ops.fastgrpo.fused_grad(*before, g, None, grad, at_target)
+    expected = -torch.expm1(logprobs) * (1.0 if op == "fused_pass" else g)
+    assert ((at_target - expected) / expected).abs().max() <= CONFIDENT
 
 
 @pytest.mark.parametrize("vocabulary", [1, 1003, 1025, 1055, 1063])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastgrpo.kernels.select as select
-from fastgrpo import Objective, linear_grpo_loss, linear_logprob
+from fastgrpo import Objective, grpo_loss, linear_grpo_loss, linear_logprob
 from fastgrpo.head import linear_grpo_rows
 from fastgrpo.kernels import cuda, reference
 from fastgrpo.kernels.library import library_info, load_library
@@ -201,6 +201,45 @@ def test_the_rows_to_compute_come_with_the_coefficients(lengths, by_advantage):
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_coefficients_of_int32_targets_are_those_of_int64(lengths, loss_type):
+    count, batch = sum(LENGTHS[lengths]), len(LENGTHS[lengths])
+    segments = torch.tensor([0, *itertools.accumulate(LENGTHS[lengths])], device="cuda")
+    targets, mask = torch.randint(-2, 40, (count,), device="cuda"), torch.rand(count, device="cuda") > 0.3
+    targets[0], targets[-1] = -(2**31), 2**31 - 1
+    advantages, ratio = torch.randn(batch, device="cuda"), torch.rand(batch, device="cuda") + 0.5
+    objective = Objective(loss_type=loss_type, entropy_coef=0.01)
+    found, wanted = (
+        row_inputs(objective, segments, ids, 33, mask, advantages, ratio, False) for ids in (targets.int(), targets)
+    )
+    assert found.targets.dtype == torch.int64 and torch.equal(found.targets, wanted.targets)
+    lists = [cut_lists(x.wanted, x.others, x.counts.item()) for x in (found, wanted)]
+    assert all(map(torch.equal, *lists)) and torch.equal(found.sizes, wanted.sizes)
+    for ours, theirs in zip(found.terms, wanted.terms, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+    assert found.phi_of_sequence is wanted.phi_of_sequence or torch.equal(found.phi_of_sequence, wanted.phi_of_sequence)
+
+
+@pytest.mark.usefixtures("either_head")
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_targets_and_segments_of_either_width_give_the_same_loss(id_dtype, with_grad):
+    hidden, weight = torch.randn(60, 64, device="cuda").bfloat16(), torch.randn(257, 64, device="cuda").bfloat16() / 8
+    targets, segments = torch.randint(-1, 260, (60,), device="cuda"), torch.tensor([0, 20, 45, 60], device="cuda")
+    advantages, mask = torch.tensor([1.0, 0.0, -0.5], device="cuda"), torch.rand(60, device="cuda") > 0.3
+
+    def step(ids, offsets):
+        leaves = [x.clone().requires_grad_(with_grad) for x in (hidden, weight)]
+        loss, stats = linear_grpo_loss(*leaves, ids, offsets, advantages, Objective(), loss_mask=mask)
+        grads = torch.autograd.grad(loss, leaves) if with_grad else ()
+        return loss.detach(), stats.logprobs, stats.entropy, stats.policy_loss, *grads
+
+    wanted = step(targets, segments)
+    for offsets in (segments, segments.int()):
+        assert all(map(torch.equal, step(targets.to(id_dtype), offsets), wanted))
+
+
 @pytest.mark.usefixtures("either_head")
 @pytest.mark.parametrize("trains", ["hidden", "weight", "nothing"])
 def test_what_is_not_asked_for_changes_nothing_else(trains):
@@ -280,6 +319,19 @@ def test_the_loss_syncs_once(beta):
         torch.cuda.set_sync_debug_mode("default")
     syncs = [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
     assert len(syncs) == 1, syncs
+
+
+def test_all_metrics_come_in_one_copy():
+    logprobs, advantages = torch.randn(3, 5, device="cuda"), torch.randn(3, device="cuda")
+    _, stats = grpo_loss(logprobs, advantages, torch.ones(3, 5, device="cuda"), Objective())
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            metrics = stats.metrics()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(metrics) == 6 and sum("synchroniz" in str(warning.message) for warning in caught) == 1
 
 
 def test_bad_arguments_say_what_was_given():

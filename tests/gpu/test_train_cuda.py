@@ -7,10 +7,12 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
+from products import head_products, no_two_equal
 from tiny import tiny_trainer
 from twins import twins_in_16_bit
 
 import fastgrpo
+from fastgrpo.kernels.backends import Backend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,6 +30,16 @@ pytestmark = [
 def test_mixed_precision_trains_and_starts_as_stock_does(precision, model, lora, checkpointing, tmp_path):
     settings = {"bf16": False, precision: True, "gradient_checkpointing": checkpointing}
     twins_in_16_bit(tmp_path, model=model, lora=lora, **settings)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_full_fine_tuning_takes_three_products_of_the_head_a_micro_batch(precision, tmp_path):
+    settings = {"bf16": False, precision: True, "use_cpu": False, "lora": False, "reward": no_two_equal}
+    trainer = tiny_trainer(tmp_path, model="wide head", max_steps=3, **settings)
+    with fastgrpo.patch(trainer), head_products(trainer, words=1984) as counts:
+        trainer.train()
+        assert fastgrpo.backends()["trainer loss"] == Backend("in one pass with its gradients", "cuda", "")
+    assert counts == [3] * 6
 
 
 def test_backends_name_the_kernels_while_a_trainer_is_patched(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from products import head_products, no_two_equal
 from sampler import SampledTrainer
 from test_twin_rollouts import NeverEnds, scripted_rollout
 from tiny import tiny_trainer
@@ -27,11 +28,6 @@ from fastgrpo.trl.loss import LossPass
 
 PRODUCTS = ("project", "back_project", "add_weight_grad")
 HEAD_COPY = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
-
-
-def no_two_equal(completions: list[str], **_: Any) -> list[float]:
-    """No advantage is 0: such a row is computed apart, without a gradient."""
-    return [len(set(text)) / 5 + 0.01 * index + 0.003 * index**2 for index, text in enumerate(completions)]
 
 
 @pytest.fixture
@@ -91,6 +87,16 @@ def test_every_counted_token_is_in_each_product_once_and_no_other(products, tmp_
     trainer.train()
     tokens = int(trainer._buffered_inputs[0]["completion_mask"].sum())
     assert products == [(name, tokens) for name in PRODUCTS]
+
+
+def test_every_product_with_the_head_is_counted_not_those_of_its_kernels_alone(tmp_path):
+    trainer = tiny_trainer(tmp_path, model="wide head", lora=False, max_steps=2, reward=no_two_equal)
+    with head_products(trainer, words=1984) as stock:
+        trainer.train()
+    trainer = tiny_trainer(tmp_path, model="wide head", lora=False, max_steps=2, reward=no_two_equal)
+    with fastgrpo.patch(trainer), head_products(trainer, words=1984) as counts:
+        trainer.train()
+    assert counts == [3] * 4 and min(stock) == 4
 
 
 OFF_POLICY: dict[str, dict[str, Any]] = {

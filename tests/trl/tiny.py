@@ -108,6 +108,10 @@ MODELS = {
     "square head": lambda: _decoder(
         LlamaForCausalLM, LlamaConfig, hidden_size=64, vocab_size=64, tie_word_embeddings=False
     ),
+    # A number of words that is no other size of it, for who counts products with the head.
+    "wide head": lambda: _decoder(
+        LlamaForCausalLM, LlamaConfig, hidden_size=64, vocab_size=1984, tie_word_embeddings=False
+    ),
     "qwen2 tied": lambda: _decoder(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True),
     "qwen3": lambda: _decoder(Qwen3ForCausalLM, Qwen3Config, head_dim=8, tie_word_embeddings=False),
     "gemma2 softcap": lambda: _decoder(Gemma2ForCausalLM, Gemma2Config, head_dim=8, final_logit_softcapping=5.0),
