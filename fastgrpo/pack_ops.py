@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.types import Number
 
 from fastgrpo.direct import with_autograd, without_autograd
 from fastgrpo.kernels.select import pack_reason
@@ -14,19 +15,20 @@ _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.library.custom_op("fastgrpo::take_rows", mutates_args=())
-def take_rows_op(values: Tensor, rows: Tensor, fill: float) -> Tensor:
+def take_rows_op(values: Tensor, rows: Tensor, fill: Number) -> Tensor:
     """
     `values[rows]`, differentiable in the values, without a host sync.
 
     Args:
         values: `[N, ...]`, any dtype.
         rows: `[S]` int64 below N; negative: a row of the fill value.
-        fill: what those rows hold.
+        fill: what those rows hold; a whole number stays one, so int64 gets all of its digits.
 
     Returns:
         `[S, ...]`.
     """
-    if _has_kernels(values):
+    # The kernel fills by 8 bytes at most, less than an entry of complex128.
+    if _has_kernels(values) and values.dtype.itemsize <= 8:
         out = values.new_empty(rows.shape[0], *values.shape[1:])
         torch.ops.fastgrpo.take_rows_into(values.contiguous(), rows.contiguous(), _pattern(fill, values.dtype), out)
         return out
@@ -136,9 +138,10 @@ def _has_kernels(values: Tensor) -> bool:
     return values.is_cuda and not pack_reason(values.device.type)
 
 
-def _pattern(fill: float, dtype: torch.dtype) -> int:
+def _pattern(fill: Number, dtype: torch.dtype) -> int:
     """The bytes of a value, repeated to 8, as a signed number."""
     if fill == 0:
         return 0
-    value = bytes(torch.tensor([fill]).to(dtype).view(torch.uint8).tolist())
+    # In the dtype from the start, as torch's own fill is: by way of fp32, digits of wider ones are lost.
+    value = bytes(torch.full((1,), fill, dtype=dtype, device="cpu").view(torch.uint8).tolist())
     return int.from_bytes(value * (8 // len(value)), "little", signed=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,13 @@ from torch import Tensor
 
 from fastgrpo import pack_ops
 from fastgrpo.attention import Segment
-from fastgrpo.checks import require_device_of, require_tensor
+from fastgrpo.checks import require_dense, require_device_of, require_flag, require_number, require_tensor
+
+# What gather, scatter and masked_fill take on every device.
+_GATHERED = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+)
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,39 @@ class LeftPacked:
     width: int
 
     def take(self, values: Tensor) -> Tensor:
-        """`[B, L]` values beside the original tokens to `[B, L']` beside the packed ones."""
+        """
+        Values beside the original tokens, beside the packed ones.
+
+        Args:
+            values: `[B, L]`, of a dtype that torch gathers everywhere: not uint16 and wider, not float8, not complex32.
+
+        Returns:
+            `[B, L']` in the same dtype. Differentiable.
+
+        Raises:
+            TypeError: no tensor, a sparse or nested one, or one of another dtype.
+            ValueError: of another shape, or on another device than the batch.
+        """
+        _require_values(values, self.index, (self.index.shape[0], self.width))
         return values.gather(1, self.index)
 
     def restore(self, values: Tensor, fill: float = 0) -> Tensor:
-        """`[B, L']` to `[B, L]` in the same dtype: the exact inverse of packing, `fill` for padding. Differentiable."""
+        """
+        Values beside the packed tokens, beside the original ones: the exact inverse of packing.
+
+        Args:
+            values: `[B, L']`, of a dtype that torch gathers everywhere: not uint16 and wider, not float8, not complex32.
+            fill: what padding gets.
+
+        Returns:
+            `[B, L]` in the same dtype. Differentiable.
+
+        Raises:
+            TypeError: no tensor, a sparse or nested one, or one of another dtype; a fill that is no number.
+            ValueError: of another shape, or on another device than the batch; a fill that the dtype does not hold.
+        """
+        _require_values(values, self.index, tuple(self.index.shape))
+        _require_fill(fill, values.dtype)
         values = values.masked_fill(~self.attention_mask.bool(), fill)
         out = torch.full((values.shape[0], self.width), fill, dtype=values.dtype, device=values.device)
         return out.scatter(1, self.index, values)
@@ -56,8 +91,8 @@ def left_pack(input_ids: Tensor, attention_mask: Tensor) -> LeftPacked:
         LeftPacked, `L'` = tokens of the longest row, at least 1 where L is.
 
     Raises:
-        ValueError: not two tensors of one shape `[B, L]`.
-        TypeError: ids or mask in a dtype that is no id or mask.
+        ValueError: not two tensors of one shape `[B, L]` on one device, or tensors on meta, which have no values.
+        TypeError: ids or mask in a dtype that is no id or mask, or sparse or nested.
     """
     _check_batch(input_ids, attention_mask)
     batch, width = input_ids.shape
@@ -103,7 +138,20 @@ class Packed:
         return in_order.gather(1, (place - 1).clamp(min=0)).masked_fill(~self.real | (place == 0), 0)
 
     def take(self, values: Tensor) -> Tensor:
-        """`[B, L]` values beside the original tokens to `[N]` beside the packed ones; of a shared token, one row's."""
+        """
+        Values beside the original tokens, beside the packed ones.
+
+        Args:
+            values: `[B, L]`, of a dtype that torch gathers everywhere: not uint16 and wider, not float8, not complex32.
+
+        Returns:
+            `[N]` in the same dtype; of a shared token, one row's.
+
+        Raises:
+            TypeError: no tensor, a sparse or nested one, or one of another dtype.
+            ValueError: of another shape, or on another device than the batch.
+        """
+        _require_values(values, self.index, tuple(self.index.shape))
         count = self.tokens.shape[1]
         place = torch.where(self.real, self.index, count).flatten()
         return values.new_zeros(count + 1).scatter(0, place, values.flatten())[:count]
@@ -123,7 +171,7 @@ def pack(
         input_ids: `[B, L]` integer ids.
         attention_mask: `[B, L]` bool or integer, not 0 on real tokens, which may stand anywhere.
         prompt_lengths: `[B]` integers, how many of a row's first real tokens are its prompt; needed for sharing.
-        share_prefix: rows with the same prompt follow each other, and the prompt stands before them once.
+        share_prefix: True: rows with the same prompt follow each other, and the prompt stands before them once.
         beside: with `share_prefix`, B hashable values, what each row's prompt has beside its tokens, such as the name of its
             picture: prompts are the same where tokens and value are equal. None = prompts are their tokens.
 
@@ -131,23 +179,19 @@ def pack(
         Packed. Rows keep their order, but for those that join the first row with their prompt.
 
     Raises:
-        ValueError: shapes or lengths that do not fit, or sharing without `prompt_lengths`.
-        TypeError: ids or mask in a dtype that is no id or mask.
+        ValueError: shapes, lengths or devices that do not fit, tensors on meta, or sharing without `prompt_lengths`.
+        TypeError: ids, mask or lengths in a dtype that is none of theirs, or sparse or nested; a `share_prefix` that is no
+            bool; a `beside` that is no sequence of hashable values.
     """
     _check_batch(input_ids, attention_mask)
+    require_flag("share_prefix", share_prefix)
     batch, width = input_ids.shape
     if share_prefix and prompt_lengths is None:
         raise ValueError("share_prefix=True needs prompt_lengths: without them nobody knows where prompts end.")
     if prompt_lengths is not None:
-        require_tensor("prompt_lengths", prompt_lengths)
-        if prompt_lengths.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"prompt_lengths is {prompt_lengths.dtype}; it must be torch.int32 or torch.int64.")
-    if prompt_lengths is not None and prompt_lengths.shape != (batch,):
-        raise ValueError(
-            f"prompt_lengths has shape {tuple(prompt_lengths.shape)}; it must be [{batch}], one for each row."
-        )
-    if beside is not None and len(beside) != batch:
-        raise ValueError(f"beside has {len(beside)} entries; it must have {batch}, one for each row.")
+        _check_lengths(prompt_lengths, input_ids)
+    if beside is not None:
+        _check_beside(beside, batch)
     device = input_ids.device
     real = attention_mask.bool()
     # The one place where ids, lengths and prompts are read from the device, in one copy.
@@ -167,14 +211,15 @@ def pack(
     for number, owner in enumerate(owners):
         groups.setdefault(owner, []).append(number)
 
-    tokens, positions, segments, places = [], [], [], [torch.empty(0, dtype=torch.int64)] * batch
+    # The row is put together on the host, whatever the default device.
+    tokens, positions, segments, places = [], [], [], [torch.empty(0, dtype=torch.int64, device="cpu")] * batch
     end = 0
 
     def append(piece: Tensor, first_position: int, prefix: tuple[int, int] = (0, 0)) -> Tensor:
         nonlocal end
-        place = torch.arange(end, end + len(piece))
+        place = torch.arange(end, end + len(piece), device="cpu")
         tokens.append(piece)
-        positions.append(torch.arange(first_position, first_position + len(piece)))
+        positions.append(torch.arange(first_position, first_position + len(piece), device="cpu"))
         if len(piece):
             segments.append(Segment(end, end + len(piece), *prefix))
         end += len(piece)
@@ -190,7 +235,7 @@ def pack(
         for number in members:
             places[number] = torch.cat([shared, append(rows[number][prompt:], prompt, prefix)])
 
-    index = torch.zeros(batch, width, dtype=torch.int64)
+    index = torch.zeros(batch, width, dtype=torch.int64, device="cpu")
     if batch:
         index[host_real] = torch.cat(places)
     # One copy back, which nothing waits for.
@@ -246,35 +291,113 @@ def unpack(values: Tensor, packed: Packed, fill: float = 0) -> Tensor:
     Values beside packed tokens, beside the original ones.
 
     Args:
-        values: `[N]` or `[1, N]`.
+        values: `[N]` or `[1, N]`, of a dtype that torch gathers everywhere: not uint16 and wider, not float8, not complex32.
         packed: from `pack`.
         fill: what padding gets.
 
     Returns:
         `[B, L]` in the same dtype; a shared token's value in every row that has it. Differentiable.
+
+    Raises:
+        TypeError: values that are no tensor, sparse or nested, or of another dtype; a `packed` that is not from `pack`; a fill
+            that is no number.
+        ValueError: of another shape, or on another device than the batch; a fill that the dtype does not hold.
     """
-    require_tensor("values", values)
     if not isinstance(packed, Packed):
         raise TypeError(f"packed is a {type(packed).__name__}; give what fastgrpo.pack returned.")
     count = packed.tokens.shape[1]
-    if values.shape not in ((count,), (1, count)):
-        raise ValueError(f"values has shape {tuple(values.shape)}; it must be [{count}] or [1, {count}].")
+    _require_values(values, packed.index, (count,), (1, count))
+    _require_fill(fill, values.dtype)
     rows = packed.index.masked_fill(~packed.real, -1).flatten()
-    return pack_ops.take_rows(values.reshape(-1), rows, float(fill)).view(packed.real.shape)
+    return pack_ops.take_rows(values.reshape(-1), rows, fill).view(packed.real.shape)
 
 
 def _check_batch(input_ids: Tensor, attention_mask: Tensor) -> None:
     for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
-        require_tensor(name, value)
+        _require_readable(name, value)
     require_device_of("input_ids", input_ids, "attention_mask", attention_mask)
     if input_ids.dim() != 2 or input_ids.shape != attention_mask.shape:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)}; both must be "
             "[B, L]."
         )
-    for name, value, allowed in (
-        ("input_ids", input_ids, (torch.int32, torch.int64)),
-        ("attention_mask", attention_mask, (torch.bool, torch.uint8, torch.int32, torch.int64)),
-    ):
-        if value.dtype not in allowed:
-            raise TypeError(f"{name} is {value.dtype}; it must be one of {', '.join(map(str, allowed))}.")
+    _require_dtype("input_ids", input_ids, torch.int32, torch.int64)
+    _require_dtype("attention_mask", attention_mask, torch.bool, torch.uint8, torch.int32, torch.int64)
+
+
+def _check_lengths(prompt_lengths: Tensor, input_ids: Tensor) -> None:
+    _require_readable("prompt_lengths", prompt_lengths)
+    require_device_of("input_ids", input_ids, "prompt_lengths", prompt_lengths)
+    _require_dtype("prompt_lengths", prompt_lengths, torch.int32, torch.int64)
+    batch = input_ids.shape[0]
+    if prompt_lengths.shape != (batch,):
+        raise ValueError(
+            f"prompt_lengths has shape {tuple(prompt_lengths.shape)}; it must be [{batch}], one for each row."
+        )
+
+
+def _check_beside(beside: Sequence[Hashable], batch: int) -> None:
+    if not isinstance(beside, Sequence):
+        raise TypeError(
+            f"beside is a {type(beside).__name__}; give a list of {batch} hashable values, one for each row."
+        )
+    if len(beside) != batch:
+        raise ValueError(f"beside has {len(beside)} entries; it must have {batch}, one for each row.")
+    for row, value in enumerate(beside):
+        # A tensor's hash is its identity, so equal ones would count as different without a word.
+        if isinstance(value, Tensor) or not _is_hashable(value):
+            raise TypeError(
+                f"beside[{row}] is a {type(value).__name__}; give hashable values that compare as a whole, such as names, "
+                "numbers or tuples of them."
+            )
+
+
+def _is_hashable(value: object) -> bool:
+    # Not isinstance(value, Hashable), which is true of a tuple of lists.
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _require_readable(name: str, value: Tensor) -> None:
+    """Raises unless `value` is an ordinary tensor whose values the host can read."""
+    require_tensor(name, value)
+    require_dense(name, value)
+    if value.is_meta:
+        raise ValueError(f"{name} is on meta and has no values; give a tensor on a device.")
+
+
+def _require_dtype(name: str, value: Tensor, *allowed: torch.dtype) -> None:
+    if value.dtype not in allowed:
+        raise TypeError(f"{name} is {value.dtype}; it must be one of {', '.join(map(str, allowed))}.")
+
+
+def _require_values(values: Tensor, index: Tensor, *shapes: tuple[int, ...]) -> None:
+    """Raises unless `values` can be gathered by a packed batch's index, and has one of the shapes."""
+    require_tensor("values", values)
+    require_dense("values", values)
+    _require_dtype("values", values, *_GATHERED)
+    require_device_of("the packed batch", index, "values", values)
+    if values.shape not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"values has shape {tuple(values.shape)}; it must be {allowed}.")
+
+
+def _require_fill(fill: float, dtype: torch.dtype) -> None:
+    """Raises unless `fill` is a Python number that the dtype holds: in its range, and whole where the dtype is."""
+    if not isinstance(fill, bool):
+        require_number("fill", fill)
+    if dtype == torch.bool:
+        held, allowed = fill in (0, 1), "True or False"
+    elif dtype.is_floating_point or dtype.is_complex:
+        largest = torch.finfo(dtype).max
+        held = not largest < abs(fill) < math.inf
+        allowed = f"a number from {-largest} to {largest}, an infinity or nan"
+    else:
+        least, largest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        held = least <= fill <= largest and fill % 1 == 0
+        allowed = f"a whole number from {least} to {largest}"
+    if not held:
+        raise ValueError(f"fill is {fill!r}, and values is {dtype}, which does not hold it; give {allowed}.")
