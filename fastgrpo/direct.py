@@ -31,7 +31,7 @@ def with_autograd(
         A function of the op's arguments: the op itself where something traces, else the `torch.autograd.Function`, and without
         gradients the op's own function.
     """
-    op.register_autograd(backward, setup_context=setup_context)
+    op.register_autograd(_of_one_gradient(backward), setup_context=setup_context)
     body = _body(op)
 
     # Not a `setup_context` of its own: with one, torch looks up and binds the signature in every call.
@@ -40,7 +40,8 @@ def with_autograd(
         setup_context(ctx, arguments, results)
         return results
 
-    methods = dict(zip(("forward", "backward"), direct or (forward, backward), strict=True))
+    forward, backward = direct or (forward, backward)
+    methods = {"forward": forward, "backward": _of_one_gradient(backward)}
     function = type(body.__name__, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
 
     def run(*arguments: Any) -> Any:
@@ -60,6 +61,24 @@ def without_autograd(op: Any) -> Callable[..., Any]:
         needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
         return op(*arguments) if needs_grad or _traced(arguments) else body(*arguments)
 
+    return run
+
+
+def _of_one_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward`, which raises `RuntimeError` for several gradients at once, where it would end deep inside torch."""
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        # `torch.autograd.grad` has batches of the older kind, `torch.vmap` around it the other.
+        if any(
+            x is not None and (functorch.is_legacy_batchedtensor(x) or functorch.is_batchedtensor(x)) for x in grads
+        ):
+            raise RuntimeError(
+                "fastgrpo's head takes one gradient at a time, and a batch of them was given (is_grads_batched=True, "
+                "jacobian(vectorize=True), vmap). Call torch.autograd.grad once for each, with retain_graph=True."
+            )
+        return backward(ctx, *grads)
+
+    functorch = torch._C._functorch
     return run
 
 

@@ -49,7 +49,9 @@ from fastgrpo.ops import (
 from fastgrpo.row_local import RowInputs, row_inputs, row_stats
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_LEAST_FLOAT32 = torch.finfo(torch.float32).tiny
+_LEAST_FLOAT32, _LARGEST_FLOAT32 = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+# A logit over a larger one loses digits, or is 0.
+_LARGEST_SOFTCAP = 1e30
 _IGNORED = -1
 
 
@@ -200,6 +202,7 @@ def linear_grpo_loss(
         "loss_mask": loss_mask,
     }
     _check_values(hidden, per_row, {count})
+    require_tensor("advantages", advantages)
     either = {"advantages": advantages, "sampler_ratio": sampler_ratio}
     _check_values(hidden, either, {batch, count})
     if objective.beta != 0.0 and ref_logprobs is None:
@@ -418,6 +421,7 @@ def _computed_rows(inputs: RowInputs, count: int) -> tuple[Tensor | None, Tensor
 def _check_segments(segments: Tensor, hidden: Tensor) -> int:
     """The number of sequences; raises `ValueError` for what can be seen without the values."""
     require_tensor("segments", segments)
+    require_dense("segments", segments)
     require_device_of("hidden", hidden, "segments", segments)
     if segments.dim() != 1 or segments.dtype not in (torch.int32, torch.int64) or segments.numel() == 0:
         raise ValueError(
@@ -552,10 +556,8 @@ def _check_head(
     if not abs(logit_scale) < float("inf"):
         raise ValueError(f"logit_scale is {logit_scale}; it must be finite.")
     compute_dtype = _resolve_compute_dtype(hidden, compute_dtype)
-    if compute_dtype != torch.float64 and temperature < _LEAST_FLOAT32:
-        raise ValueError(
-            f"temperature is {temperature}, less than float32 can divide by; give at least {_LEAST_FLOAT32:.1e}."
-        )
+    if compute_dtype != torch.float64:
+        _require_float32(temperature, logit_scale, softcap)
     recording = torch.is_grad_enabled()
     return _Head(
         weight,
@@ -570,9 +572,23 @@ def _check_head(
     )
 
 
+def _require_float32(temperature: float, logit_scale: float, softcap: float | None) -> None:
+    if temperature < _LEAST_FLOAT32:
+        raise ValueError(
+            f"temperature is {temperature}, less than float32 can divide by; give at least {_LEAST_FLOAT32:.1e}."
+        )
+    if abs(logit_scale) > _LARGEST_FLOAT32:
+        raise ValueError(f"logit_scale is {logit_scale}, more than float32 holds; give at most {_LARGEST_FLOAT32:.1e}.")
+    if softcap is not None and not _LEAST_FLOAT32 <= softcap <= _LARGEST_SOFTCAP:
+        raise ValueError(
+            f"softcap is {softcap}, which float32 cannot work with; give {_LEAST_FLOAT32:.1e} to {_LARGEST_SOFTCAP:.0e}, or "
+            "None for no softcap."
+        )
+
+
 def _savable(head: _Head, *values: Tensor) -> tuple[Tensor, ...]:
-    """Autograd saves no tensor that was made in inference mode, as hidden states below a head that trains alone may be."""
-    if torch.compiler.is_compiling() or not head.trains:
+    """Autograd saves no tensor that was made in inference mode, as targets may be, or hidden below a head that trains."""
+    if torch.compiler.is_compiling() or not (head.trains or head.need_hidden):
         return values
     return tuple(x.clone() if x.is_inference() else x for x in values)
 
@@ -606,6 +622,7 @@ def _check_values(hidden: Tensor, values: dict[str, Tensor | None], lengths: set
         if value is None:
             continue
         require_tensor(name, value)
+        require_dense(name, value)
         if value.dim() != 1 or value.shape[0] not in lengths:
             wanted = " or ".join(f"[{length}]" for length in sorted(lengths))
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {wanted}.")

@@ -97,11 +97,12 @@ def linear_logprob_op(
                 with_entropy_grad=with_entropy_slope,
                 out=statistics.part(index),
             )
-            statistics.keep(index, result)
+            statistics.keep(result)
             for slope, grad in zip(slopes, (result.logprob_grad, result.entropy_grad), strict=True):
                 if grad is not None:
                     part = _part(slope, index)
                     _put(slope, index, kernels.back_project(grad, operands, part), part)
+    statistics.finish(rows)
     return statistics.logprobs, statistics.entropy, statistics.lse, *slopes
 
 
@@ -451,7 +452,7 @@ def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
                     out,
                     statistics.part(index),
                 )
-                statistics.keep(index, result)
+                statistics.keep(result)
             gradients.add(kernels, batch, result.logprob_grad if collected is None else collected)
         for index in _split(others, hidden.shape[0], operands.chunk_rows):
             result = kernels.head_pass(
@@ -461,7 +462,8 @@ def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
                 with_entropy=with_entropy,
                 out=statistics.part(index),
             )
-            statistics.keep(index, result)
+            statistics.keep(result)
+    statistics.finish(rows, others)
     entropy = statistics.entropy if with_entropy else None
     loss = kernels.total_loss(tokens(slice(0, hidden.shape[0])), targets, statistics.logprobs, entropy)
     return loss, statistics, gradients
@@ -778,23 +780,42 @@ class _Statistics:
         self.lse = _results(True, hidden, (count,), dtype, all_rows)
         self.entropy = _results(with_entropy, hidden, (count,), dtype, all_rows)
         self.with_entropy = with_entropy
+        # `[3, N]`: of rows that are listed, one after the other, until `finish` stores all of them at once.
+        self._listed: Tensor | None = None
+        self._length = 0
         self._part: RowStatistics | None = None
 
-    def part(self, rows: Rows) -> RowStatistics | None:
-        """Where a kernel may write the statistics of these rows; None: nowhere, `keep` copies them."""
-        self._part = None
+    def part(self, rows: Rows) -> RowStatistics:
+        """Where a kernel may write the statistics of these rows."""
         if isinstance(rows, slice):
-            entropy = _take(self.entropy, rows) if self.with_entropy else None
-            self._part = RowStatistics(_take(self.logprobs, rows), entropy, _take(self.lse, rows))
+            logprobs, entropy, lse, here = self.logprobs, self.entropy, self.lse, rows
+        else:
+            if self._listed is None:
+                self._listed = self.logprobs.new_empty(3, len(self.logprobs))
+            logprobs, entropy, lse = self._listed
+            here = slice(self._length, self._length + len(rows))
+            self._length = here.stop
+        self._part = RowStatistics(
+            _take(logprobs, here), _take(entropy, here) if self.with_entropy else None, _take(lse, here)
+        )
         return self._part
 
-    def keep(self, rows: Rows, result: RowPass) -> None:
-        """Stores what a pass over these rows gave, unless it is in the last `part` already."""
-        part = self._part
-        _put(self.logprobs, rows, result.logprobs, part and part.logprobs)
-        _put(self.lse, rows, result.lse, part and part.lse)
+    def keep(self, result: RowPass) -> None:
+        """Copies what a pass gave into the last `part`, where it is not there already."""
+        for part, found in zip(self._part, (result.logprobs, result.entropy, result.lse), strict=True):
+            if part is not None and found is not part:
+                part.copy_(found)
+
+    def finish(self, *lists: Tensor) -> None:
+        """Stores the statistics of listed rows where they belong; `lists`: all of them, in the order of their passes."""
+        if self._listed is None:
+            return
+        rows = lists[0] if len(lists) == 1 else torch.cat(lists)
+        logprobs, entropy, lse = self._listed[:, : self._length]
+        self.logprobs.index_copy_(0, rows, logprobs)
+        self.lse.index_copy_(0, rows, lse)
         if self.with_entropy:
-            _put(self.entropy, rows, result.entropy, part and part.entropy)
+            self.entropy.index_copy_(0, rows, entropy)
 
 
 def _chunks(batch: Rows, operands: Operands, collected: Tensor | None) -> Iterator[tuple[Rows, Tensor | None]]:

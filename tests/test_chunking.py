@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgrpo.chunking import ChunkPlan
+from fastgrpo.chunking import CUDA_ROWS, ChunkPlan
+from fastgrpo.kernels import cuda, fused_head
+from fastgrpo.kernels.rows import rows_a_batch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -44,7 +46,16 @@ def test_an_accelerator_gets_512_mib_by_default():
 @given(st.integers(1, 5000))
 def test_automatic_numbers_are_multiples_of_what_products_like(rows):
     found = ChunkPlan(chunk_bytes=rows).rows(10_000, 1, CPU, (1000, 100))
-    assert found == (rows if rows < 100 else rows - rows % (100 if rows < 1000 else 1000))
+    nearly = rows + rows // 256
+    assert found == (rows if nearly < 100 else nearly - nearly % (100 if nearly < 1000 else 1000))
+    assert found <= rows * (1 + 1 / 256)
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 49155, 128256, 128257, 151936, 152064, 256000, 262144, 262208])
+@pytest.mark.parametrize(("kernels", "bytes_a_word"), [(fused_head, 2), (cuda, 4)])
+def test_a_product_for_the_weight_s_gradient_has_4096_rows(kernels, bytes_a_word, vocabulary):
+    rows = ChunkPlan().rows(1 << 20, vocabulary * bytes_a_word, CUDA, CUDA_ROWS)
+    assert rows_a_batch(rows, kernels.MOST_CHUNKS_A_BATCH) >= 4096
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_the_frozen_head_needs_two_products_and_three_with_an_entropy_gradient(f
         )
     out = linear_logprob(hidden.requires_grad_(), weight, targets)
     out.logprobs.sum().backward()
-    assert calls == ["project", "back_project"] if frozen else ["project", "project", "back_project"]
+    assert calls == (["project", "back_project"] if frozen else ["project", "project", "back_project"])
     calls.clear()
     out = linear_logprob(hidden, weight, targets, return_entropy=True, entropy_requires_grad=False)
     assert not out.entropy.requires_grad
@@ -466,6 +466,46 @@ def test_bad_input_says_what_was_given_and_what_is_allowed(case):
     }
     with pytest.raises(error, match=message):
         linear_logprob(**arguments)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_several_gradients_at_once_are_refused_in_words(frozen):
+    hidden, weight, targets, _ = make(3, 5, 17, torch.float32)
+    leaves = [hidden.requires_grad_()] if frozen else [hidden.requires_grad_(), weight.requires_grad_()]
+    logprobs = linear_logprob(hidden, weight, targets).logprobs
+    with pytest.raises(RuntimeError, match=r"takes one gradient at a time.*with retain_graph=True"):
+        torch.autograd.grad(logprobs, leaves, torch.eye(3), is_grads_batched=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"takes one gradient at a time"):
+        torch.autograd.functional.jacobian(
+            lambda h: linear_logprob(h, weight, targets).logprobs, hidden, vectorize=True
+        )
+    one_by_one = [torch.autograd.grad(x, hidden, retain_graph=True)[0][i] for i, x in enumerate(logprobs)]
+    logprobs.sum().backward()
+    torch.testing.assert_close(torch.stack(one_by_one), hidden.grad)
+
+
+@pytest.mark.parametrize("trains", [(True, False), (False, True), (True, True)])
+def test_targets_may_come_from_inference_mode(trains):
+    hidden, weight, targets, _ = make(9, 16, 33, torch.float32)
+    with torch.inference_mode():
+        inferred = targets.clone()
+    grads = []
+    for ids in (targets, inferred):
+        leaves = [x.clone().requires_grad_(wanted) for x, wanted in zip((hidden, weight), trains, strict=True)]
+        linear_logprob(*leaves, ids).logprobs.sum().backward()
+        grads.append([x.grad for x in leaves])
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize(
+    "constants", [{"softcap": 1e40}, {"softcap": 1e-45}, {"logit_scale": -1e39}, {"temperature": 1e-40}]
+)
+def test_constants_that_float32_cannot_hold_are_refused(constants):
+    hidden, weight, targets, _ = make(3, 5, 17, torch.float32)
+    (name,) = constants
+    with pytest.raises(ValueError, match=f"{name} is .*float32"):
+        linear_logprob(hidden, weight, targets, **constants)
+    assert linear_logprob(hidden.double(), weight.double(), targets, **constants).logprobs.isfinite().all()
 
 
 def test_functional_gradients_are_refused_in_words():
