@@ -15,6 +15,8 @@ from bench.peers import TASKS, Output, Problem, floor, peers, truth
 
 FLOOR = "floor: products alone"
 OURS = "fastgrpo"
+OURS_IN_ONE_PASS = "fastgrpo, fused loss"
+OURS_IN_SMALL_CHUNKS = "fastgrpo, chunks of 128 MiB"
 TRL_AS_CALLED = "TRL, as called"
 TRL_ROWS = "TRL, scored rows"
 
@@ -239,9 +241,13 @@ def _ratios(key: str, lines: list[dict[str, Any]]) -> dict[str, float]:
             continue
         ratios[f"{key}/time: fastgrpo over {name}"] = 1 / by_peer[name]["time_over_fastgrpo"]
         ratios[f"{key}/memory: fastgrpo over {name}"] = ours["extra_mib"] / by_peer[name]["extra_mib"]
-    fused = by_peer.get("fastgrpo, fused loss")
-    if fused is not None:
-        ratios[f"{key}/time: fastgrpo, fused loss over floor"] = fused["time_over_floor"]
+    for name in (OURS_IN_ONE_PASS, OURS_IN_SMALL_CHUNKS):
+        if name in by_peer:
+            ratios[f"{key}/time: {name} over floor"] = by_peer[name]["time_over_floor"]
+    # It takes rows, so TRL's time is the one on rows.
+    if OURS_IN_ONE_PASS in by_peer and "seconds" in by_peer[TRL_ROWS]:
+        in_one_pass, trl = (by_peer[name]["time_over_fastgrpo"] for name in (OURS_IN_ONE_PASS, TRL_ROWS))
+        ratios[f"{key}/time: {OURS_IN_ONE_PASS} over {TRL_ROWS}"] = in_one_pass / trl
     return ratios
 
 

@@ -50,6 +50,8 @@ class Training:
     """What each step's generation returned: token ids of its completions, first of all."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """TRL's `log_history`."""
+    loss_backend: str | None = None
+    """How a head that trains got its loss, `fastgrpo.backends()["trainer loss"]`; None where it is TRL's or none trains."""
     peak_mib: float | None = None
     """Beside the model and what was there before; None on a CPU."""
 
@@ -116,7 +118,7 @@ def run(
         so_far(report.record("train", device, settings, lines, ratios))
     report.table(f"GRPO steps of {workload.name}, random weights, {precision}", _COLUMNS, _cells(lines))
     for line in lines:
-        report.say(f"{line['case']}, {line['path']}, first step: {line['first_step']}")
+        report.say(f"{line['case']}, {line['path']}, first step: {line['first_step']}; {line['loss_backend'] or ''}")
     return report.record("train", device, settings, lines, ratios)
 
 
@@ -154,6 +156,9 @@ def train_once(
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
         trainer.train()
+        if patched and "trainer loss" in fastgrpo.backends():
+            entry = fastgrpo.backends()["trainer loss"]
+            result.loss_backend = f"loss {entry.implementation}" + (f": {entry.reason}" if entry.reason else "")
         if device.type == "cuda":
             result.peak_mib = (torch.cuda.max_memory_allocated(device) - before) / MIB
         result.history = [dict(entry) for entry in trainer.state.log_history]

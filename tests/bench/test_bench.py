@@ -40,7 +40,7 @@ def test_a_run_reads_back_with_what_a_number_needs_beside_it(head_run: Path) -> 
     assert run["command"].startswith("python -m bench") and run["date"].startswith("20")
     assert run["machine"]["name"] and run["machine"]["threads"] == 1
     assert run["versions"]["torch"] and run["versions"]["trl"]
-    assert len(run["ratios"]) == 4 * 5 + 1
+    assert len(run["ratios"]) == 4 * 5 + 2
     assert all(0 < ratio < float("inf") for ratio in run["ratios"].values()), run["ratios"]
 
 
