@@ -230,7 +230,12 @@ def linear_grpo_loss(
     if loss_mask is not None:
         counted = counted & loss_mask.bool()
     targets = torch.where(counted, targets.long(), _IGNORED)
-    mask = layout.pad(counted.to(accumulation_dtype(head.compute_dtype)))
+    dtype = accumulation_dtype(head.compute_dtype)
+    mask = layout.pad(counted.to(dtype))
+    old_logprobs, ref_logprobs, sampling_logprobs, sampler_ratio, advantages = (
+        None if x is None else x.to(dtype)
+        for x in (old_logprobs, ref_logprobs, sampling_logprobs, sampler_ratio, advantages)
+    )
     padded = {
         "old_logprobs": layout.pad(old_logprobs),
         "ref_logprobs": layout.pad(ref_logprobs),
@@ -246,10 +251,7 @@ def linear_grpo_loss(
         return loss, _flat_stats(stats, logprobs, entropy)
 
     terms = row_terms(objective, padded_advantages, mask, padded["sampler_ratio"]).map(layout.unpad)
-    terms = terms._replace(
-        old_logprobs=None if old_logprobs is None else old_logprobs.to(mask.dtype),
-        ref_logprobs=None if ref_logprobs is None else ref_logprobs.to(mask.dtype),
-    )
+    terms = terms._replace(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
     loss, (logprobs, entropy) = _row_local_loss(hidden, targets, head, objective, terms, chunk_rows)
     with torch.no_grad():
         _, stats = grpo_loss(

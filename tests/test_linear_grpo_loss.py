@@ -767,3 +767,34 @@ def test_rows_without_a_sequence_are_an_error_for_kernels_too(monkeypatch, on_de
     arguments = torch.randn(4, 8), torch.randn(5, 8), torch.zeros(4, dtype=torch.long), torch.tensor([0])
     with pytest.raises(ValueError, match=r"segments runs from 0 to 0; it must .* end at the 4 rows"):
         linear_grpo_loss(*arguments, torch.ones(0), objective("dapo"))
+
+
+@pytest.mark.parametrize("level", IMPORTANCE_SAMPLING_LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_loss_is_float32_whatever_is_beside_the_rows(level, dtype):
+    rows = make(LENGTHS, torch.float32)
+    values = {name: None if x is None or name == "loss_mask" else x.to(dtype) for name, x in rows.values.items()}
+    segments = torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    options = objective("grpo", level, beta=0.04)
+    given = partial(linear_grpo_loss, rows.hidden, rows.weight, rows.targets, segments, objective=options)
+    loss, stats = given(**values)
+    same, _ = given(**{name: None if x is None else x.float() for name, x in values.items()})
+    assert loss.dtype == stats.policy_loss.dtype == torch.float32 and torch.equal(loss, same)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("advantages", None, "advantages is a NoneType; give a torch.Tensor"),
+        ("advantages", torch.ones(2).to_sparse(), "advantages is torch.sparse_coo; give an ordinary, dense tensor"),
+        ("loss_mask", torch.ones(6).to_sparse(), "loss_mask is torch.sparse_coo"),
+        ("old_logprobs", torch.ones(6).to_sparse(), "old_logprobs is torch.sparse_coo"),
+        ("segments", torch.tensor([0, 3, 6]).to_sparse(), "segments is torch.sparse_coo"),
+    ],
+)
+def test_values_that_cannot_be_read_are_named(name, value, message):
+    given = {"segments": torch.tensor([0, 3, 6]), "advantages": torch.ones(2), name: value}
+    with pytest.raises(TypeError, match=message):
+        linear_grpo_loss(
+            torch.randn(6, 4), torch.randn(7, 4), torch.zeros(6, dtype=torch.long), objective=Objective(), **given
+        )
