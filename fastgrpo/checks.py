@@ -1,14 +1,19 @@
-"""Checks of tensor arguments: what was given, what is allowed, what to do. They look at no values."""
+"""Checks of arguments: what was given, what is allowed, what to do. They look at no tensor's values."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+COMPUTED_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The floating dtypes that torch computes in; float8 and narrower only store."""
+
 _LARGEST_NUMBER = 10**300
+_LARGEST_COUNT = 2**31 - 1
 
 
 def require_tensor(name: str, value: Any) -> None:
@@ -30,9 +35,18 @@ def require_device_of(other_name: str, other: Tensor, name: str, value: Tensor) 
 
 
 def require_float(name: str, value: Tensor) -> None:
-    """Raises `TypeError` unless the tensor is floating point."""
-    if not value.is_floating_point():
-        raise TypeError(f"{name} is {value.dtype}; it must be a float tensor.")
+    """Raises `TypeError` unless the tensor's dtype is one of `COMPUTED_FLOATS`."""
+    if value.dtype not in COMPUTED_FLOATS:
+        raise TypeError(f"{name} is {value.dtype}; it must be a float tensor: bfloat16, float16, float32 or float64.")
+
+
+def require_real(name: str, value: Tensor) -> None:
+    """Raises `TypeError` unless the tensor holds truth values, whole numbers, or floats that torch computes in."""
+    stores_only = value.is_floating_point() and value.dtype not in COMPUTED_FLOATS
+    if stores_only or value.is_complex() or value.is_quantized:
+        raise TypeError(
+            f"{name} is {value.dtype}; it must be bool, an integer dtype, or bfloat16, float16, float32 or float64."
+        )
 
 
 def require_number(name: str, value: Any) -> None:
@@ -41,6 +55,31 @@ def require_number(name: str, value: Any) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}; give a Python number.")
     if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
         raise TypeError(f"{name} is a whole number of {len(str(abs(value)))} digits; give one that a float holds.")
+
+
+def require_finite(name: str, value: Any) -> None:
+    """Raises `TypeError` unless `value` is a Python number, `ValueError` unless it is a finite one."""
+    require_number(name, value)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; give a finite number.")
+
+
+def require_count(name: str, value: Any, *, or_none: bool = False) -> None:
+    """
+    Raises `TypeError` unless `value` is a Python number, `ValueError` unless it is whole and at least 1; 4.0 is whole.
+
+    `or_none`: whether the caller takes None too, for the message alone.
+    """
+    require_number(name, value)
+    if not 1 <= value <= _LARGEST_COUNT or value != int(value):
+        most = f", at most {_LARGEST_COUNT:,}" if value > _LARGEST_COUNT else ""
+        raise ValueError(f"{name} is {value}; give a whole number of at least 1{most}{', or None' if or_none else ''}.")
+
+
+def require_function(name: str, value: Any) -> None:
+    """Raises `TypeError` unless `value` can be called, or is None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} is a {type(value).__name__}; give a function of a tensor, or None.")
 
 
 def require_flag(name: str, value: Any) -> None:

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from fastgrpo.checks import (
+    COMPUTED_FLOATS,
     refuse_forward_mode,
     require_dense,
     require_device_of,
     require_flag,
     require_float,
     require_number,
+    require_real,
     require_tensor,
 )
 from fastgrpo.chunking import CUDA_ROWS, ChunkPlan
@@ -48,7 +50,6 @@ from fastgrpo.ops import (
 )
 from fastgrpo.row_local import RowInputs, row_inputs, row_stats
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _LEAST_FLOAT32, _LARGEST_FLOAT32 = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 # A logit over a larger one loses digits, or is 0.
 _LARGEST_SOFTCAP = 1e30
@@ -541,7 +542,7 @@ def _check_head(
     if targets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"targets is {targets.dtype}; it must be torch.int32 or torch.int64 token ids.")
     for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if value is not None and value.dtype not in _FLOATS:
+        if value is not None and value.dtype not in COMPUTED_FLOATS:
             raise TypeError(f"{name} is {value.dtype}; it must be bfloat16, float16 or float32 (float64 to verify).")
         if value is not None:
             require_device_of("hidden", hidden, name, value)
@@ -599,7 +600,7 @@ def _resolve_compute_dtype(hidden: Tensor, compute_dtype: torch.dtype | None) ->
     if compute_dtype is None:
         device = hidden.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    if compute_dtype not in _FLOATS:
+    if compute_dtype not in COMPUTED_FLOATS:
         raise TypeError(
             f"compute_dtype is {compute_dtype}; it must be torch.bfloat16, float16 or float32 (float64 to verify), or "
             "None to follow autocast or hidden."
@@ -629,5 +630,4 @@ def _check_values(hidden: Tensor, values: dict[str, Tensor | None], lengths: set
             wanted = " or ".join(f"[{length}]" for length in sorted(lengths))
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {wanted}.")
         require_device_of("hidden", hidden, name, value)
-        if name != "loss_mask":
-            require_float(name, value)
+        (require_real if name == "loss_mask" else require_float)(name, value)

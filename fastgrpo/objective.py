@@ -1,7 +1,8 @@
 """The GRPO objective in torch: every formula once, for any device, as `GRPOTrainer._compute_loss` of TRL 1.16 computes it.
 
 Shapes: `B` sequences of at most `T` scored tokens, right-padded, with `mask` 1 on the tokens that count. Everything here
-works on log-probs; where they come from (`fastgrpo.linear_logprob`, a full softmax, a server) does not matter.
+works on log-probs; where they come from (`fastgrpo.linear_logprob`, a full softmax, a server) does not matter. Tensors of 16
+bit are raised to float32 before anything is summed up, and nothing follows `torch.get_default_dtype()`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgrpo.checks import require_device_of, require_float, require_number, require_tensor
+from fastgrpo.checks import (
+    require_count,
+    require_dense,
+    require_device_of,
+    require_finite,
+    require_flag,
+    require_float,
+    require_function,
+    require_number,
+    require_real,
+    require_tensor,
+)
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -23,17 +35,16 @@ IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
 SAMPLER_RATIO_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 _OPTIONAL_NUMBERS = ("epsilon_high", "delta", "off_policy_mask_threshold")
+_VESPO_NUMBERS = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+_TEMPERATURES = ("sapo_temperature_pos", "sapo_temperature_neg")
 # The temperatures have a check of their own.
-_ANY_SIGN = (
-    *("off_policy_mask_threshold", "entropy_coef", "sapo_temperature_pos", "sapo_temperature_neg"),
-    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-)
-_NUMBERS = (
-    *_OPTIONAL_NUMBERS,
-    *("epsilon", "beta", "entropy_coef", "top_entropy_quantile", "sapo_temperature_pos", "sapo_temperature_neg"),
-    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-)
+_ANY_SIGN = ("off_policy_mask_threshold", "entropy_coef", *_TEMPERATURES, *_VESPO_NUMBERS)
+# Infinite, a bound is none.
+_BOUNDS = ("epsilon", *_OPTIONAL_NUMBERS)
+_NUMBERS = (*_BOUNDS, "beta", "entropy_coef", "top_entropy_quantile", *_TEMPERATURES, *_VESPO_NUMBERS)
 
+_LARGEST = torch.finfo(torch.float32).max
+_MOST_ITEMS = 2.0**63
 _LOG_MIN_RATIO = math.log(1e-8)
 _MAX_LOG_RATIO = 20.0
 
@@ -65,7 +76,9 @@ class Objective:
         training: False in evaluation, where nothing is divided by accumulation.
 
     Raises:
-        ValueError: a value outside what TRL allows.
+        TypeError: no number, or no True or False, where one is needed.
+        ValueError: a value outside what TRL allows. Clip ranges, `delta` and the off-policy threshold may be infinite; that
+            of `num_items_in_batch` on another device than the CPU is not looked at.
     """
 
     loss_type: str = "dapo"
@@ -96,26 +109,26 @@ class Objective:
         _require_choice("importance_sampling_level", self.importance_sampling_level, IMPORTANCE_SAMPLING_LEVELS)
         for name in _NUMBERS:
             value = getattr(self, name)
-            if value is None and name in _OPTIONAL_NUMBERS:
-                continue
-            require_number(name, value)
-            if math.isnan(value) or (value < 0 and name not in _ANY_SIGN):
-                raise ValueError(f"{name} is {value}; give a number of at least 0.")
+            if value is not None or name not in _OPTIONAL_NUMBERS:
+                _require_option(name, value)
         if not 0.0 <= self.top_entropy_quantile <= 1.0:
             raise ValueError(f"top_entropy_quantile is {self.top_entropy_quantile}; give a fraction in [0, 1].")
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+        for name in _TEMPERATURES:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number above 0.")
         for name in ("gradient_accumulation_steps", "num_processes"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least 1.")
-        _require_items(self.num_items_in_batch)
-        if self.steps_per_generation is not None and self.steps_per_generation < 1:
-            raise ValueError(f"steps_per_generation is {self.steps_per_generation}; give at least 1, or None.")
-        if self.loss_type == "dr_grpo" and (self.max_completion_length is None or self.max_completion_length < 1):
+            require_count(name, getattr(self, name))
+        for name in ("steps_per_generation", "max_completion_length"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name), or_none=True)
+        for name in ("use_bias_correction_kl", "training"):
+            require_flag(name, getattr(self, name))
+        if self.num_items_in_batch is not None:
+            _require_items(self.num_items_in_batch)
+        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             raise ValueError(
-                f"loss_type='dr_grpo' divides by max_completion_length, which is {self.max_completion_length}; "
-                "give the number of tokens that generation may produce."
+                "loss_type='dr_grpo' divides by max_completion_length, which is None; give the number of tokens that "
+                "generation may produce."
             )
 
     @property
@@ -129,13 +142,24 @@ class Objective:
         return float(self.gradient_accumulation_steps) if self.training else 1.0
 
     def batch_normaliser(self, mask: Tensor) -> Tensor:
-        """Denominator of dapo, cispo and vespo: one process's share of the counted tokens of an optimizer step (0-d)."""
+        """
+        Denominator of dapo, cispo and vespo: one process's share of the counted tokens of an optimizer step.
+
+        Args:
+            mask: `[B, T]` of any real dtype, 1 on counted tokens.
+
+        Returns:
+            0-d, fp32 (fp64 for an fp64 mask).
+        """
+        mask = at_least_float32(mask)
         if self.num_items_in_batch is None:
             items = mask.sum() * self.num_processes
             if self.training:
                 items = items * (self.steps_per_generation or self.gradient_accumulation_steps)
+        elif isinstance(self.num_items_in_batch, Tensor):
+            items = self.num_items_in_batch.reshape(()).to(mask.device, mask.dtype)
         else:
-            items = torch.as_tensor(self.num_items_in_batch, device=mask.device)
+            items = mask.new_full((), self.num_items_in_batch)
         normaliser = items.clamp(min=1.0) / self.num_processes
         if self.training:
             steps = self.steps_per_generation or self.gradient_accumulation_steps
@@ -147,12 +171,12 @@ class Objective:
         What each token's loss is multiplied by before everything is summed: the mask over the loss type's normaliser.
 
         Args:
-            mask: `[B, T]`, 1 on counted tokens.
+            mask: `[B, T]` of any real dtype, 1 on counted tokens.
 
         Returns:
-            `[B, T]`, such that `loss = (per_token_loss * weights).sum()`.
+            `[B, T]`, fp32 (fp64 for an fp64 mask), such that `loss = (per_token_loss * weights).sum()`.
         """
-        mask = mask if mask.is_floating_point() else mask.float()
+        mask = at_least_float32(mask)
         batch = max(mask.shape[0], 1)
         if self.loss_type in BATCH_NORMALISED_LOSS_TYPES:
             return mask / self.batch_normaliser(mask)
@@ -167,8 +191,18 @@ class Objective:
         return mask / denominator / self.accumulation
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """16 bit floats, whole numbers and truth values in float32, float64 as it is."""
+    return values.to(summing_dtype(values.dtype))
+
+
+def summing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What values of a dtype are summed up and counted in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class TokenTerms(NamedTuple):
-    """Per-token values of the objective, before mask and normaliser; shapes as the arguments broadcast."""
+    """Per-token values of the objective, before mask and normaliser; shapes and dtypes as the arguments broadcast."""
 
     loss: Tensor
     """`multiplier * policy term + beta * kl`."""
@@ -223,7 +257,7 @@ def token_terms(
         policy = -torch.clamp(ratio, max=objective.upper_epsilon).detach() * advantages * logprobs
     elif objective.loss_type == "sapo":
         positive = advantages > 0
-        tau = torch.where(positive, objective.sapo_temperature_pos, objective.sapo_temperature_neg).to(logprobs.dtype)
+        tau = _choose(positive, objective.sapo_temperature_pos, objective.sapo_temperature_neg, logprobs.dtype)
         policy = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
     elif objective.loss_type == "vespo":
         if phi is None:
@@ -265,8 +299,9 @@ def token_grad(
     if objective.loss_type == "cispo":
         grad = -ratio.clamp(max=objective.upper_epsilon) * advantages
     elif objective.loss_type == "sapo":
-        tau = torch.where(advantages > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg)
-        gate = torch.sigmoid(tau.to(logprobs.dtype) * (ratio - 1))
+        positive = advantages > 0
+        tau = _choose(positive, objective.sapo_temperature_pos, objective.sapo_temperature_neg, logprobs.dtype)
+        gate = torch.sigmoid(tau * (ratio - 1))
         grad = -4 * gate * (1 - gate) * ratio * advantages
     elif objective.loss_type == "vespo":
         grad = -phi * advantages
@@ -275,7 +310,7 @@ def token_grad(
         bound = math.inf if objective.delta is None else objective.delta
         free, clipped = ratio.clamp(max=bound) * advantages, ratio.clamp(low, high) * advantages
         # torch.min splits its gradient at a tie, clamp passes it on at its bounds.
-        share = (free < clipped) + 0.5 * (free == clipped)
+        share = (free < clipped) + 0.5 * (free == clipped).to(free.dtype)
         alive = share * (ratio <= bound) + (1 - share) * ((ratio >= low) & (ratio <= high))
         grad = -ratio * advantages * alive
     if multiplier is not None:
@@ -304,20 +339,21 @@ def vespo_weights(
         sampler_ratio: `[B, T]` ratio of old policy to sampler, or None.
 
     Returns:
-        `[B, 1]` (`[B, T]` with per-token advantages).
+        `[B, 1]` (`[B, T]` with per-token advantages), fp32 (fp64 for an fp64 log-ratio).
 
     Source: TRL 1.16 `GRPOTrainer.get_gamma_weights`.
     """
+    log_ratio = at_least_float32(log_ratio)
     log_weight = (log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO) * mask).sum(-1, keepdim=True)
     if sampler_ratio is not None:
-        log_sampler = sampler_ratio.log().clamp(_LOG_MIN_RATIO, _MAX_LOG_RATIO)
+        log_sampler = sampler_ratio.to(log_ratio.dtype).log().clamp(_LOG_MIN_RATIO, _MAX_LOG_RATIO)
         if log_sampler.shape == mask.shape:
             log_sampler = torch.where(mask.bool(), log_sampler, 0.0)
         log_weight = log_weight + log_sampler.sum(-1, keepdim=True)
     log_weight = log_weight.clamp(_LOG_MIN_RATIO, _MAX_LOG_RATIO)
     gain = advantages >= 0
-    k = torch.where(gain, objective.vespo_k_pos, objective.vespo_k_neg).to(log_ratio.dtype)
-    lam = torch.where(gain, objective.vespo_lambda_pos, objective.vespo_lambda_neg).to(log_ratio.dtype).clamp(min=1e-4)
+    k = _choose(gain, objective.vespo_k_pos, objective.vespo_k_neg, log_ratio.dtype)
+    lam = _choose(gain, objective.vespo_lambda_pos, objective.vespo_lambda_neg, log_ratio.dtype).clamp(min=1e-4)
     return torch.exp(lam + k * log_weight - lam * log_weight.exp()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -339,8 +375,9 @@ def off_policy_mask(
 
     Source: DeepSeek-V3.2; TRL 1.16 `GRPOTrainer.get_off_policy_mask`.
     """
-    gap = (sampling_logprobs - logprobs).nan_to_num(nan=0.0)
-    mean_gap = (gap * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)
+    gap = (at_least_float32(sampling_logprobs) - at_least_float32(logprobs)).nan_to_num(nan=0.0)
+    counts = at_least_float32(mask)
+    mean_gap = (gap * counts).sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1.0)
     return ((advantages >= 0) | (mean_gap <= threshold)).to(mask.dtype)
 
 
@@ -353,9 +390,9 @@ def high_entropy_mask(
 
     Args:
         entropy: `[B, T]` nats.
-        mask: `[B, T]`.
+        mask: `[B, T]`; any value but 0 is a 1.
         quantile: in [0, 1]; TRL passes `1 - top_entropy_quantile`.
-        gather: collects a 1-d tensor of any length from all processes; None = this process only.
+        gather: collects a 1-d fp32 tensor of any length from all processes; None = this process only.
 
     Returns:
         `[B, T]` bool.
@@ -363,12 +400,14 @@ def high_entropy_mask(
     Source: arXiv:2506.01939; TRL 1.16 `GRPOTrainer.get_high_entropy_mask`.
     """
     counted = mask.bool()
-    values = entropy[counted].float()
+    # Ranked and compared in one dtype, or the largest would be less than themselves.
+    entropy = entropy.float()
+    values = entropy[counted]
     if gather is not None:
         values = gather(values)
     if values.numel() == 0:
         return torch.zeros_like(counted)
-    return (entropy * mask >= torch.quantile(values, quantile)) & counted
+    return (entropy >= torch.quantile(values, quantile)) & counted
 
 
 def sampler_importance_ratio(
@@ -383,21 +422,27 @@ def sampler_importance_ratio(
     Ratio of the trainer's old policy to the sampler's, which corrects for a rollout engine with other numerics.
 
     Args:
-        old_logprobs, sampling_logprobs: `[B, T]`; a NaN difference counts as 0 (ratio 1).
-        mask: `[B, T]`.
+        old_logprobs, sampling_logprobs: `[B, T]` float; a NaN difference counts as 0 (ratio 1).
+        mask: `[B, T]` of any real dtype, 0 where a token counts for nothing (ratio 1); any other value is a 1.
         mode: one of `SAMPLER_RATIO_MODES`: per token or per sequence; clamp to the range, or zero what is outside.
         clip_min, clip_max: the range; None = open.
 
     Returns:
-        `[B, T]` for token modes, `[B, 1]` for sequence modes.
+        `[B, T]` for token modes, `[B, 1]` for sequence modes; fp32 (fp64 where one of the log-probs is).
 
     Raises:
-        ValueError: unknown mode.
+        TypeError: not tensors, or of a dtype or layout that is not computed in; bounds that are no numbers.
+        ValueError: unknown mode; shapes or devices that differ; NaN for a bound, or `clip_min` above `clip_max`.
 
     Source: TRL 1.16 `GRPOTrainer._generate_and_score_completions`.
     """
     _require_choice("mode", mode, SAMPLER_RATIO_MODES)
-    gap = ((old_logprobs - sampling_logprobs) * mask).nan_to_num(nan=0.0)
+    _require_matrix("old_logprobs", old_logprobs)
+    for name, value in (("sampling_logprobs", sampling_logprobs), ("mask", mask)):
+        _require_beside("old_logprobs", old_logprobs, name, value, {tuple(old_logprobs.shape)})
+    _require_range(clip_min, clip_max)
+    gap = at_least_float32(old_logprobs) - at_least_float32(sampling_logprobs)
+    gap = torch.where(mask.bool(), gap, 0.0).nan_to_num(nan=0.0)
     level, action = mode.split("_")
     if level == "sequence":
         gap = gap.sum(-1, keepdim=True)
@@ -418,8 +463,12 @@ class AdaptiveEntropy:
         coef: coefficient now.
         target: entropy in nats; the bonus acts only while the last step's mean entropy is at most this.
         delta: how far the coefficient moves a step.
-        coef_min, coef_max: its bounds.
+        coef_min, coef_max: its bounds, for the side that it moves to.
         last_entropy: mean entropy over all processes of the last optimizer step, nats; TRL starts at infinity.
+
+    Raises:
+        TypeError: what is no number.
+        ValueError: `coef` or `delta` not finite, `delta` below 0, NaN for `target` or a bound, `coef_min` above `coef_max`.
 
     Source: Skywork-OR1 (arXiv:2505.22312); TRL 1.16 `GRPOTrainer._compute_loss`.
     """
@@ -431,13 +480,35 @@ class AdaptiveEntropy:
     coef_max: float = 1.0
     last_entropy: float = math.inf
 
+    def __post_init__(self) -> None:
+        require_finite("coef", self.coef)
+        require_finite("delta", self.delta)
+        if self.delta < 0:
+            raise ValueError(f"delta is {self.delta}; give a number of at least 0.")
+        for name in ("target", "coef_min", "coef_max"):
+            _require_not_nan(name, getattr(self, name))
+        _require_ascending("coef_min", self.coef_min, "coef_max", self.coef_max)
+        # NaN after a step whose entropies were: as in TRL it counts as above the target.
+        require_number("last_entropy", self.last_entropy)
+
     @property
     def applied(self) -> float:
         """The coefficient to put into `Objective.entropy_coef` for every micro-batch of this optimizer step."""
         return self.coef if self.last_entropy <= self.target else 0.0
 
     def after_step(self, entropy_sum: float, tokens: float) -> AdaptiveEntropy:
-        """The state for the next step, from this one's entropy sum (nats) and token count over all processes."""
+        """
+        The state for the next step.
+
+        Args:
+            entropy_sum, tokens: sum (nats) and count over all processes and micro-batches of this step, as
+                `GRPOStats.entropy_bonus` has them, as Python numbers.
+
+        Raises:
+            TypeError: what is no Python number.
+        """
+        require_number("entropy_sum", entropy_sum)
+        require_number("tokens", tokens)
         entropy = entropy_sum / max(tokens, 1.0)
         if entropy <= self.target:
             coef = min(self.coef + self.delta, self.coef_max)
@@ -449,7 +520,7 @@ class AdaptiveEntropy:
 @dataclass(frozen=True)
 class GRPOStats:
     """
-    What TRL's metrics are made of; every tensor is detached.
+    What TRL's metrics are made of; every tensor is detached, and fp32 (fp64 where the log-probs of the loss are).
 
     Attributes:
         logprobs: `[B, T]`, or `[N]` from `linear_grpo_loss`.
@@ -469,13 +540,38 @@ class GRPOStats:
     high_clip: Tensor | None = None
     entropy_bonus: Tensor | None = None
 
-    def metrics(self) -> dict[str, float]:
-        """This process's metrics under TRL's names."""
-        values = {name: (total[0] / total[1].clamp(min=1.0)).item() for name, total in self.sums.items()}
+    def metrics(self, gather: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+        """
+        Metrics under TRL's names, with one copy to the host.
+
+        Args:
+            gather: collects a `[1, K]` tensor of every process into `[processes, K]`, as accelerate's `Accelerator.gather`
+                does; called once, on the tensors' device. None = this process alone.
+
+        Returns:
+            Masked means over the tokens of all processes, the least and the largest clipped fraction of a sequence (NaN where
+            none has a token), and the mean of the policy losses.
+
+        Raises:
+            TypeError: `gather` cannot be called.
+        """
+        require_function("gather", gather)
+        none = self.policy_loss.new_empty(0)
+        low, high = (none if clips is None else clips for clips in (self.low_clip, self.high_clip))
+        ends = _least(low), _least(-high), self.policy_loss.reshape(1)
+        own = torch.cat([*(total.reshape(-1) for total in self.sums.values()), *ends])[None]
+        every = own if gather is None else gather(own)
+        totals = every[:, : -len(ends)].sum(0).view(-1, 2)
+        lows, highs, losses = every[:, -len(ends) :].unbind(1)
+        overall = torch.stack([lows.amin(), -highs.amin(), losses.nanmean()])
+        *means, low_min, high_max, policy_loss = torch.cat(
+            [totals[:, 0] / totals[:, 1].clamp(min=1.0), overall]
+        ).tolist()
+        values = dict(zip(self.sums, means, strict=True))
         if self.low_clip is not None and self.high_clip is not None:
-            values["clip_ratio/low_min"] = _nan_extreme(self.low_clip, torch.amin)
-            values["clip_ratio/high_max"] = _nan_extreme(self.high_clip, torch.amax)
-        values["policy_loss"] = self.policy_loss.item()
+            values["clip_ratio/low_min"] = low_min if low_min < math.inf else math.nan
+            values["clip_ratio/high_max"] = high_max if high_max > -math.inf else math.nan
+        values["policy_loss"] = policy_loss
         return values
 
 
@@ -498,8 +594,9 @@ def grpo_loss(
     GRPO loss of one micro-batch from per-token log-probs.
 
     Args:
-        logprobs: `[B, T]` log-probs under the policy, with gradient.
-        advantages: `[B]` or `[B, T]`.
+        logprobs: `[B, T]` log-probs under the policy, with gradient. All tensors may be bf16, fp16, fp32 or fp64, each of its
+            own: everything is computed in fp32, in fp64 where the log-probs are, and gradients have their inputs' dtypes.
+        advantages: `[B]`, `[B, 1]` or `[B, T]`.
         mask: `[B, T]` bool, int or float: completion mask times tool mask; any value but 0 is a 1. What other tensors hold
             where it is 0 has no effect, NaN included.
         objective: loss type, options and normalisers.
@@ -509,35 +606,39 @@ def grpo_loss(
         sampling_logprobs: `[B, T]` the sampler's own, for the off-policy mask; None = `old_logprobs`.
         entropy: `[B, T]` nats; needed for an entropy bonus or quantile mask. Carries a gradient where the bonus shall.
         aux_loss: 0-d load-balancing loss of a mixture of experts, or None.
-        router_aux_loss_coef: its weight.
-        gather: collects a 1-d tensor from all processes, for the entropy quantile; None = this process only.
+        router_aux_loss_coef: its weight, a finite number.
+        gather: collects a 1-d fp32 tensor from all processes, for the entropy quantile; None = this process only.
 
     Returns:
-        0-d loss, and GRPOStats.
+        0-d loss, fp32 (fp64 for fp64 log-probs), and GRPOStats.
 
     Raises:
-        TypeError, ValueError: a tensor of the wrong kind, shape or device, or one that `objective` needs is missing.
+        TypeError: what is no dense tensor of such a dtype where one is needed, no number, or no function.
+        ValueError: a tensor of the wrong shape or device, or one that `objective` needs is missing.
 
     Source: TRL 1.16 `GRPOTrainer._compute_loss`.
     """
     require_objective(objective)
     _check_tensors(logprobs, advantages, mask, old_logprobs, ref_logprobs, sampler_ratio, sampling_logprobs, entropy)
+    _check_auxiliary(logprobs, aux_loss, router_aux_loss_coef)
+    require_function("gather", gather)
     if entropy is None and (objective.entropy_coef != 0.0 or objective.top_entropy_quantile < 1.0):
         raise ValueError(
             f"entropy_coef={objective.entropy_coef} and top_entropy_quantile={objective.top_entropy_quantile} need the "
             "entropy of every token; give entropy=[B, T], or leave both at their defaults."
         )
     counted = mask.bool()
+    mask = counted.to(summing_dtype(logprobs.dtype))
 
     def clean(x: Tensor | None) -> Tensor | None:
-        return x if x is None or x.shape != counted.shape else torch.where(counted, x, 0.0)
+        return None if x is None else torch.where(counted, x.to(mask.dtype), 0.0)
 
     def clean_either(x: Tensor, neutral: float) -> Tensor:
+        x = x.to(mask.dtype)
         # As in TRL, a finite value of a row without tokens counts in metrics that have one value a row.
         kept = counted if x.shape == counted.shape else counted.any(1, keepdim=True) | x.isfinite()
         return torch.where(kept, x, neutral)
 
-    mask = counted.to(logprobs.dtype)
     logprobs, old_logprobs, ref_logprobs, entropy = map(clean, (logprobs, old_logprobs, ref_logprobs, entropy))
     sampling_logprobs = clean(sampling_logprobs)
     advantages = clean_either(advantages if advantages.dim() == 2 else advantages.unsqueeze(1), 0.0)
@@ -582,7 +683,7 @@ def grpo_loss(
         if objective.entropy_coef != 0.0:
             loss = loss - objective.entropy_coef * entropy_sum / tokens.clamp(min=1.0) / objective.accumulation
     if aux_loss is not None:
-        loss = loss + router_aux_loss_coef * aux_loss / objective.accumulation
+        loss = loss + router_aux_loss_coef * aux_loss.to(loss.dtype) / objective.accumulation
 
     sums, low_clip, high_clip = _metric_sums(objective, terms, phi, entropy, advantages, mask)
     stats = GRPOStats(
@@ -701,9 +802,9 @@ def _metric_sums(
     return sums, low_clip, high_clip
 
 
-def _nan_extreme(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
-    present = values[~values.isnan()]
-    return reduce(present).item() if present.numel() else math.nan
+def _least(values: Tensor) -> Tensor:
+    """`[1]`, NaN left out; infinite where there is nothing else."""
+    return torch.nn.functional.pad(values.nan_to_num(nan=math.inf), (0, 1), value=math.inf).amin(0, keepdim=True)
 
 
 def require_objective(objective: object) -> None:
@@ -712,14 +813,53 @@ def require_objective(objective: object) -> None:
         raise TypeError(f"objective is a {type(objective).__name__}; give fastgrpo.Objective(loss_type=..., ...).")
 
 
-def _require_items(items: float | Tensor | None) -> None:
+def _choose(condition: Tensor, where: float, elsewhere: float, dtype: torch.dtype) -> Tensor:
+    """One of two numbers for each element. As in TRL they are rounded to float32, in float64 too."""
+    options = (torch.full((), x, dtype=torch.float32, device=condition.device) for x in (where, elsewhere))
+    return torch.where(condition, *options).to(dtype)
+
+
+def _require_option(name: str, value: float) -> None:
+    require_number(name, value)
+    if value < 0 and name not in _ANY_SIGN:
+        raise ValueError(f"{name} is {value}; give a number of at least 0.")
+    if not abs(value) <= _LARGEST and not (name in _BOUNDS and math.isinf(value)):
+        raise ValueError(f"{name} is {value}; give a finite number, at most {_LARGEST:.4g}.")
+
+
+def _require_items(items: float | Tensor) -> None:
     if isinstance(items, Tensor):
+        require_dense("num_items_in_batch", items)
+        require_real("num_items_in_batch", items)
         if items.numel() != 1:
             raise ValueError(f"num_items_in_batch has shape {tuple(items.shape)}; it must be one number.")
-    elif items is not None:
+        if items.device.type != "cpu":
+            # Its value is on its way, and waiting for it takes longer than all else that the host does.
+            return
+        items = items.item()
+    else:
         require_number("num_items_in_batch", items)
-        if not 0 <= items < math.inf:
-            raise ValueError(f"num_items_in_batch is {items}; give a count of tokens, or None.")
+    if not 0 <= items <= _MOST_ITEMS:
+        raise ValueError(f"num_items_in_batch is {items}; give a count of tokens, or None.")
+
+
+def _require_not_nan(name: str, value: float) -> None:
+    require_number(name, value)
+    if math.isnan(value):
+        raise ValueError(f"{name} is nan; give a number.")
+
+
+def _require_ascending(low_name: str, low: float, high_name: str, high: float) -> None:
+    if low > high:
+        raise ValueError(f"{low_name} is {low} and {high_name} is {high}; {low_name} may be at most {high_name}.")
+
+
+def _require_range(clip_min: float | None, clip_max: float | None) -> None:
+    given = {name: bound for name, bound in (("clip_min", clip_min), ("clip_max", clip_max)) if bound is not None}
+    for name, bound in given.items():
+        _require_not_nan(name, bound)
+    if len(given) == 2:
+        _require_ascending("clip_min", clip_min, "clip_max", clip_max)
 
 
 def _require_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -737,30 +877,54 @@ def _check_tensors(
     sampling_logprobs: Tensor | None,
     entropy: Tensor | None,
 ) -> None:
-    for name, value in (("logprobs", logprobs), ("advantages", advantages), ("mask", mask)):
-        require_tensor(name, value)
-    if logprobs.dim() != 2 or not logprobs.is_floating_point():
-        raise ValueError(
-            f"logprobs is {logprobs.dtype} of shape {tuple(logprobs.shape)}; give a float tensor [B, T]: sequences by "
-            "tokens."
-        )
+    _require_matrix("logprobs", logprobs)
     batch, width = logprobs.shape
     full, allowed = (batch, width), {(batch, width)}
     for name, value, shapes in (
         ("mask", mask, allowed),
         ("advantages", advantages, {(batch,), (batch, 1), full}),
+    ):
+        _require_beside("logprobs", logprobs, name, value, shapes)
+    for name, value, shapes in (
         ("old_logprobs", old_logprobs, allowed),
         ("ref_logprobs", ref_logprobs, allowed),
         ("sampling_logprobs", sampling_logprobs, allowed),
         ("entropy", entropy, allowed),
         ("sampler_ratio", sampler_ratio, {full, (batch, 1)}),
     ):
-        if value is None:
-            continue
-        require_tensor(name, value)
-        require_device_of("logprobs", logprobs, name, value)
-        if name != "mask":
-            require_float(name, value)
-        if tuple(value.shape) not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in sorted(shapes, key=len))
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; with logprobs {full} it must be {wanted}.")
+        if value is not None:
+            _require_beside("logprobs", logprobs, name, value, shapes)
+
+
+def _check_auxiliary(logprobs: Tensor, aux_loss: Tensor | None, coefficient: float) -> None:
+    require_finite("router_aux_loss_coef", coefficient)
+    if aux_loss is None:
+        return
+    require_tensor("aux_loss", aux_loss)
+    require_dense("aux_loss", aux_loss)
+    require_float("aux_loss", aux_loss)
+    require_device_of("logprobs", logprobs, "aux_loss", aux_loss)
+    if aux_loss.dim() != 0:
+        raise ValueError(f"aux_loss has shape {tuple(aux_loss.shape)}; it must be 0-d, such as aux_loss.sum().")
+
+
+def _require_matrix(name: str, value: Tensor) -> None:
+    require_tensor(name, value)
+    require_dense(name, value)
+    if value.dim() != 2 or not value.is_floating_point():
+        raise ValueError(
+            f"{name} is {value.dtype} of shape {tuple(value.shape)}; give a float tensor [B, T]: sequences by tokens."
+        )
+    require_float(name, value)
+
+
+def _require_beside(other_name: str, other: Tensor, name: str, value: Tensor, shapes: set[tuple[int, ...]]) -> None:
+    require_tensor(name, value)
+    require_dense(name, value)
+    require_device_of(other_name, other, name, value)
+    (require_real if name == "mask" else require_float)(name, value)
+    if tuple(value.shape) not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in sorted(shapes, key=len))
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; with {other_name} {tuple(other.shape)} it must be {wanted}."
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastgrpo import AdaptiveEntropy, Objective, grpo_loss, sampler_importance_ratio
+from fastgrpo import AdaptiveEntropy, Objective, grpo_loss, linear_grpo_loss, sampler_importance_ratio
 from fastgrpo.objective import (
     BATCH_NORMALISED_LOSS_TYPES,
     CLIPPED_LOSS_TYPES,
@@ -23,6 +25,7 @@ from fastgrpo.objective import (
     high_entropy_mask,
     off_policy_mask,
     row_local_terms_exist,
+    row_terms,
     token_grad,
     token_terms,
     vespo_weights,
@@ -252,7 +255,7 @@ def test_the_on_policy_gradient_is_minus_the_advantage_times_the_weight(loss_typ
     options = objective(loss_type, importance_sampling_level=level, epsilon_high=1.0 if loss_type == "cispo" else None)
     _, _, (grad,) = run(options, {"logprobs": tensors["logprobs"], "advantages": advantages, "mask": tensors["mask"]})
     expected = -advantages.unsqueeze(1) * options.token_weights(tensors["mask"].double())
-    # Python numbers that torch.where chooses from are float32, sapo's temperatures among them.
+    # Numbers that are chosen by the sign of an advantage are rounded to float32, as in TRL; sapo's temperatures among them.
     torch.testing.assert_close(grad, expected, rtol=1e-6, atol=0)
 
 
@@ -270,6 +273,31 @@ def test_an_all_masked_micro_batch_gives_a_differentiable_zero(loss_type, level,
     assert all(math.isnan(value) for value in extremes)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["policy_loss"] == 0
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "vespo"])
+def test_metrics_of_several_processes_come_from_one_gather(loss_type):
+    """Two processes, one of which has no token; compared with one that has all rows."""
+    tensors = make(5, 7)
+    tensors["mask"][3:] = 0
+    options = objective(loss_type, beta=0.1)
+    parts = [
+        run(options, {name: value[rows] for name, value in tensors.items()})[1] for rows in (slice(3), slice(3, 5))
+    ]
+    sent = []
+
+    def remember(own):
+        sent.append(own)
+        return own
+
+    for part in parts:
+        part.metrics(remember)
+    assert len(sent) == 2 and sent[0].shape == sent[1].shape and sent[0].shape[0] == 1
+    found = [part.metrics(lambda own: torch.cat(sent)) for part in parts]
+    expected = run(options, tensors)[1].metrics()
+    # A mean over processes, as TRL logs it.
+    expected["policy_loss"] = sum(part.policy_loss.item() for part in parts) / 2
+    assert found[0] == found[1] == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(0, 5), (3, 0), (0, 0)])
@@ -402,7 +430,7 @@ def test_no_counted_item_in_the_batch_divides_by_one():
     assert options.batch_normaliser(torch.zeros(2, 3)) == 1.0
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32, torch.float64])
 def test_the_mask_may_have_any_dtype(dtype):
     tensors = make(4, 6)
     expected = run(everything_on("dapo"), tensors)
@@ -417,6 +445,142 @@ def test_the_loss_keeps_the_dtype_of_the_log_probs(loss_type, dtype):
     loss, stats, grads = run(everything_on(loss_type), tensors)
     assert loss.dtype == stats.policy_loss.dtype == dtype
     assert all(grad.dtype == dtype for grad in grads)
+
+
+every_16_bit_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def raised(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of 16 bit in float32."""
+    return {name: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in tensors.items()}
+
+
+@every_16_bit_dtype
+@every_level
+@every_loss_type
+def test_tensors_of_16_bit_give_what_they_give_in_float32(loss_type, level, dtype):
+    tensors = make(4, 6, dtype)
+    loss, stats, grads = run(everything_on(loss_type, level), tensors)
+    expected, expected_stats, expected_grads = run(everything_on(loss_type, level), raised(tensors))
+    assert loss.dtype == torch.float32 and torch.equal(loss, expected)
+    assert stats.metrics() == pytest.approx(expected_stats.metrics(), rel=0, abs=0, nan_ok=True)
+    for grad, wanted in zip(grads, expected_grads, strict=True):
+        assert grad.dtype == dtype and torch.equal(grad, wanted.to(dtype))
+    every = [stats.logprobs, stats.entropy, stats.policy_loss, stats.entropy_bonus, *stats.sums.values()]
+    assert {x.dtype for x in every} == {torch.float32}
+
+
+@every_16_bit_dtype
+@every_loss_type
+def test_each_tensor_beside_the_log_probs_may_have_a_dtype_of_its_own(loss_type, dtype):
+    tensors = make(4, 6, torch.float32)
+    for name in (name for name in tensors if name not in ("logprobs", "mask")):
+        mixed = {**tensors, name: tensors[name].to(dtype)}
+        found, expected = (run(everything_on(loss_type), given)[0] for given in (mixed, raised(mixed)))
+        assert found.dtype == torch.float32 and torch.equal(found, expected), name
+        assert run(everything_on(loss_type), {**tensors, name: tensors[name].double()})[0].dtype == torch.float32, name
+
+
+def test_more_tokens_than_a_16_bit_number_can_count():
+    """float16 ends at 65,504 and bfloat16 counts to 256; in float32 these counts are exact."""
+    for dtype, rows, width in ((torch.float16, 16, 4096), (torch.bfloat16, 4, 3000)):
+        ones = {"advantages": torch.ones(rows, dtype=dtype), "mask": torch.ones(rows, width, dtype=dtype)}
+        logprobs = torch.full((rows, width), -1.0, dtype=dtype)
+        for loss_type, items in (("dapo", None), ("dapo", 200_000), ("bnpo", None), ("grpo", None)):
+            options = objective(loss_type, num_items_in_batch=items)
+            loss, stats, (grad,) = run(options, {"logprobs": logprobs, **ones})
+            assert loss.item() == pytest.approx(-rows * width / (items or rows * width), rel=1e-6)
+            assert grad.count_nonzero() == rows * width
+            assert stats.sums["clip_ratio/region_mean"][1] == rows * width
+
+
+@every_16_bit_dtype
+def test_masks_weights_and_ratios_of_16_bit_give_what_they_give_in_float32(dtype):
+    tensors = make(3, 900, dtype)
+    old, sampling, entropy = (tensors[name] for name in ("old_logprobs", "sampling_logprobs", "entropy"))
+    mask, ratio, advantages = tensors["mask"].to(dtype), tensors["sampler_ratio"], tensors["advantages"]
+    options = objective("vespo")
+    functions: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = [
+        *((sampler_importance_ratio, (old, sampling, mask, mode, 0.9, 1.1)) for mode in SAMPLER_RATIO_MODES),
+        (high_entropy_mask, (entropy, mask, 0.3)),
+        (off_policy_mask, (old, sampling, advantages[:, :1], mask, 0.01)),
+        (vespo_weights, (options, old - sampling, advantages, mask, 1 + 0.001 * ratio)),
+        (options.token_weights, (mask,)),
+        (options.batch_normaliser, (mask,)),
+    ]
+    for function, arguments in functions:
+        found = function(*arguments)
+        expected = function(*raised(dict(enumerate(arguments))).values())
+        assert torch.equal(found.to(expected.dtype), expected), function
+        assert found.dtype != dtype or function is off_policy_mask, function
+
+
+@every_16_bit_dtype
+@pytest.mark.parametrize("loss_type", ["grpo", "vespo"])
+def test_the_fused_loss_takes_values_of_16_bit_as_what_they_are_in_float32(loss_type, dtype):
+    mask = torch.ones(2, 700)
+    values = {
+        "advantages": torch.tensor([1.0, -1.0]).to(dtype),
+        "sampler_ratio": (torch.rand(1400) * 0.01 + 1).to(dtype),
+    }
+    columns = {name: x.view(2, -1) for name, x in values.items()}
+    found, expected = (row_terms(objective(loss_type), mask=mask, **x) for x in (columns, raised(columns)))
+    assert all(map(torch.equal, *([x for x in terms if x is not None] for terms in (found, expected))))
+    hidden, weight, targets = torch.randn(1400, 4), torch.randn(9, 4), torch.randint(9, (1400,))
+    segments = torch.tensor([0, 700, 1400])
+    losses = [
+        linear_grpo_loss(hidden, weight, targets, segments, objective=objective(loss_type), old_logprobs=old, **x)[0]
+        for old, x in itertools.product((None, torch.full((1400,), -2.0)), (values, raised(values)))
+    ]
+    assert {loss.dtype for loss in losses} == {torch.float32}
+    assert torch.equal(*losses[:2]) and torch.equal(*losses[2:])
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@every_level
+@every_loss_type
+def test_the_default_dtype_changes_no_bit(loss_type, level, dtype, default):
+    tensors = make(4, 6, dtype)
+    tensors["sampler_ratio"] = tensors["sampler_ratio"][:, :1]
+    advantages = tensors["advantages"][:, 0].contiguous()
+    counts = (None, 257, 257.0, torch.tensor(257))
+    variants = [
+        (replace(everything_on(loss_type, level), num_items_in_batch=items, num_processes=3), tensors | change)
+        for items, change in itertools.product(counts, ({}, {"advantages": advantages}))
+    ]
+
+    def results() -> list[Tensor]:
+        found = []
+        for options, given_tensors in variants:
+            loss, stats, grads = run(options, given_tensors)
+            found += [loss, *grads, stats.policy_loss, stats.entropy_bonus, *stats.sums.values()]
+            found += [torch.tensor(list(stats.metrics().values()), dtype=torch.float64)]
+            found += [options.token_weights(mask) for mask in (tensors["mask"], tensors["mask"].long())]
+            found += [options.batch_normaliser(mask) for mask in (tensors["mask"], tensors["mask"].long())]
+            if level == "token":
+                phi = torch.ones_like(tensors["logprobs"])
+                per_token = (tensors[name] for name in ("logprobs", "advantages", "old_logprobs", "ref_logprobs"))
+                found += [token_grad(options, *per_token, phi=phi)]
+        old, sampling, mask = tensors["old_logprobs"], tensors["sampling_logprobs"], tensors["mask"]
+        found += [sampler_importance_ratio(old, sampling, mask, mode) for mode in SAMPLER_RATIO_MODES]
+        return [*found, off_policy_mask(old, sampling, advantages[:, None], mask, 0.05)]
+
+    expected = results()
+    with default_dtype(default):
+        found = results()
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one.nan_to_num(nan=9.0), other.nan_to_num(nan=9.0))
 
 
 @every_level
@@ -639,7 +803,7 @@ def test_where_the_objective_is_row_local_its_gradient_is_weight_times_closed_fo
     _, _, (expected, _) = run(options, tensors)
     found = closed_form(options, tensors)
     error = ((found - expected).abs() / (1 + expected.abs())).max().item()
-    assert error <= 1e-7, f"worst error {error:.2e}"  # float32: torch.where of two Python numbers
+    assert error <= 1e-7, f"worst error {error:.2e}"  # float32, to which temperatures are rounded
 
 
 NOT_ROW_LOCAL = {
@@ -721,6 +885,15 @@ def test_the_quantile_gathers_even_where_this_process_counts_no_token():
     assert called == [(0,)]
 
 
+def test_any_mask_but_0_is_a_1_for_ratios_and_entropies():
+    tensors, mask = make(4, 6), ragged_mask(6, 3, 1, 4)
+    old, sampling, entropy = (tensors[name] for name in ("old_logprobs", "sampling_logprobs", "entropy"))
+    for mode, factor in itertools.product(SAMPLER_RATIO_MODES, (2, -0.5)):
+        found = sampler_importance_ratio(old, sampling, mask * factor, mode)
+        assert torch.equal(found, sampler_importance_ratio(old, sampling, mask, mode))
+    assert torch.equal(high_entropy_mask(entropy, 2 * mask, 0.7), high_entropy_mask(entropy, mask, 0.7))
+
+
 @pytest.mark.parametrize("mode", SAMPLER_RATIO_MODES)
 def test_a_token_that_the_sampler_could_not_score_or_that_does_not_count_has_ratio_one(mode):
     old = torch.tensor([[-1.0, -2.0, -0.5]])
@@ -775,20 +948,99 @@ BAD_OBJECTIVES = {
         r"num_items_in_batch has shape \(2,\); it must be one",
     ),
     "processes": ({"num_processes": 0}, "num_processes is 0; give .* at least 1"),
-    "steps per generation": ({"steps_per_generation": 0}, "steps_per_generation is 0; give at least 1, or None"),
+    "steps per generation": (
+        {"steps_per_generation": 0},
+        "steps_per_generation is 0; give a whole .* at least 1, or None",
+    ),
     "dr_grpo without a length": ({"loss_type": "dr_grpo"}, "divides by max_completion_length, which is None; give"),
     "dr_grpo with length 0": (
         {"loss_type": "dr_grpo", "max_completion_length": 0},
-        "divides by max_completion_length, which is 0; give the number of tokens",
+        "max_completion_length is 0; give a whole number of at least 1, or None",
     ),
+    **{
+        f"{name} {value}": ({name: value}, f"{name} is {value}; give a .*number")
+        for name in (
+            *("beta", "entropy_coef", "sapo_temperature_pos", "sapo_temperature_neg"),
+            *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        )
+        for value in (math.inf, math.nan)
+    },
+    **{
+        f"{name} nan": ({name: math.nan}, f"{name} is nan; give a .*number")
+        for name in ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")
+    },
+    "more than float32 holds": ({"beta": 1e300}, r"beta is 1e\+300; give a finite number, at most 3\.403e\+38"),
+    **{
+        f"{name} {value}": ({name: value}, f"{name} is {value}; give a whole number of at least 1")
+        for name in ("max_completion_length", "steps_per_generation", "gradient_accumulation_steps", "num_processes")
+        for value in (math.nan, math.inf, 1.5, -5)
+    },
+    "a length of too many tokens": (
+        {"max_completion_length": 1 << 40},
+        "max_completion_length is 1099511627776; give .* at most 2,147,483,647, or None",
+    ),
+    "negative items in a tensor": (
+        {"num_items_in_batch": torch.tensor(-3.0)},
+        r"num_items_in_batch is -3\.0; give a count",
+    ),
+    "nan items in a tensor": (
+        {"num_items_in_batch": torch.tensor(math.nan)},
+        "num_items_in_batch is nan; give a count",
+    ),
+    "endless items": ({"num_items_in_batch": torch.tensor(math.inf)}, "num_items_in_batch is inf; give a count"),
+    "too many items": ({"num_items_in_batch": 1e60}, r"num_items_in_batch is 1e\+60; give a count"),
+}
+
+OF_A_WRONG_TYPE = {
+    "training": ({"training": "False"}, "training is 'False'; it must be True or False"),
+    "bias correction": ({"use_bias_correction_kl": "no"}, "use_bias_correction_kl is 'no'; it must be True or False"),
+    **{
+        f"{name} {value!r}": ({name: value}, f"{name} is a {type(value).__name__}; give a Python number")
+        for name in (
+            "max_completion_length",
+            "steps_per_generation",
+            "gradient_accumulation_steps",
+            "num_processes",
+            "beta",
+        )
+        for value in (True, "3", torch.tensor(3))
+    },
+    "complex items": ({"num_items_in_batch": torch.tensor(3j)}, "num_items_in_batch is torch.complex64; it must be"),
+    "complex items elsewhere": (
+        {"num_items_in_batch": torch.empty((), dtype=torch.complex64, device="meta")},
+        "num_items_in_batch is torch.complex64; it must be",
+    ),
+    "items of 8 bit": (
+        {"num_items_in_batch": torch.zeros((), dtype=torch.float8_e5m2)},
+        "num_items_in_batch is torch.float8_e5m2; it must be",
+    ),
+    "sparse items": ({"num_items_in_batch": torch.ones(1).to_sparse()}, "num_items_in_batch is torch.sparse_coo; give"),
 }
 
 
-@pytest.mark.parametrize("case", BAD_OBJECTIVES)
+@pytest.mark.parametrize("case", [*BAD_OBJECTIVES, *OF_A_WRONG_TYPE])
 def test_a_bad_objective_says_what_was_given_and_what_is_allowed(case):
-    options, message = BAD_OBJECTIVES[case]
-    with pytest.raises(ValueError, match=message):
+    error = ValueError if case in BAD_OBJECTIVES else TypeError
+    options, message = (BAD_OBJECTIVES | OF_A_WRONG_TYPE)[case]
+    with pytest.raises(error, match=message):
         Objective(**options)
+
+
+def test_an_item_count_on_a_device_is_not_waited_for():
+    """A tensor without values, as one on its way is for the host."""
+    items = torch.empty((), device="meta")
+    assert Objective(num_items_in_batch=items).num_items_in_batch is items
+
+
+@every_loss_type
+def test_a_bound_that_is_infinite_is_none(loss_type):
+    tensors = make(4, 6)
+    unbounded = {"delta": math.inf, "off_policy_mask_threshold": math.inf, "max_completion_length": 16.0}
+    found, *_ = run(objective(loss_type, epsilon_high=math.inf), tensors)
+    assert found.isfinite()
+    found, _, grads = run(Objective(loss_type, **unbounded), tensors)
+    expected, _, expected_grads = run(objective(loss_type), tensors)
+    assert torch.equal(found, expected) and all(map(torch.equal, grads, expected_grads))
 
 
 def test_an_unknown_option_of_the_objective_is_an_error():
@@ -820,6 +1072,27 @@ BAD_INPUT = {
     "advantages elsewhere": (
         {"advantages": torch.empty(3, device="meta")}, ValueError, "advantages is on meta and logprobs on cpu",
     ),
+    "auxiliary loss of no tensor": ({"aux_loss": 2.0}, TypeError, "aux_loss is a float; give a torch.Tensor"),
+    "auxiliary losses": ({"aux_loss": torch.ones(3)}, ValueError, r"aux_loss has shape \(3,\); it must be 0-d"),
+    "auxiliary loss whole": ({"aux_loss": torch.tensor(2)}, TypeError, "aux_loss is torch.int64; it must be a float tensor"),
+    "auxiliary loss elsewhere": ({"aux_loss": torch.empty((), device="meta")}, ValueError, "aux_loss is on meta"),
+    "coefficient": ({"router_aux_loss_coef": None}, TypeError, "router_aux_loss_coef is a NoneType; give a Python number"),
+    "coefficient nan": ({"router_aux_loss_coef": math.nan}, ValueError, "router_aux_loss_coef is nan; give a finite number"),
+    "coefficient inf": ({"router_aux_loss_coef": math.inf}, ValueError, "router_aux_loss_coef is inf; give a finite number"),
+    "gather": ({"gather": True}, TypeError, "gather is a bool; give a function of a tensor, or None"),
+    "sparse log-probs": ({"logprobs": torch.zeros(3, 4).to_sparse()}, TypeError, "logprobs is torch.sparse_coo; give .*dense"),
+    **{
+        f"sparse {name}": ({name: torch.ones(3, 4).to_sparse()}, TypeError, f"{name} is torch.sparse_coo; give .*dense")
+        for name in ("mask", "advantages", "old_logprobs", "ref_logprobs", "sampling_logprobs", "sampler_ratio", "entropy")
+    },
+    **{
+        f"{name} of 8 bit": (
+            {name: torch.ones(3, 4).to(torch.float8_e4m3fn)}, TypeError,
+            f"{name} is torch.float8_e4m3fn; it must be .*bfloat16, float16, float32 or float64",
+        )
+        for name in ("logprobs", "mask", "advantages", "old_logprobs", "sampling_logprobs", "sampler_ratio", "entropy")
+    },
+    "complex mask": ({"mask": torch.ones(3, 4) + 0j}, TypeError, "mask is torch.complex64; it must be bool, an integer"),
     "old integer": ({"old_logprobs": torch.zeros(3, 4, dtype=torch.long)}, TypeError, "old_logprobs is torch.int64.*float"),
 }  # fmt: skip
 
@@ -856,6 +1129,74 @@ def test_an_unknown_sampler_ratio_mode_names_the_modes(mode):
         sampler_importance_ratio(zeros, zeros, zeros, mode)
 
 
+BAD_RATIOS = {
+    "no log-probs": ({"old_logprobs": None}, TypeError, "old_logprobs is a NoneType; give a torch.Tensor"),
+    "no sampler": ({"sampling_logprobs": None}, TypeError, "sampling_logprobs is a NoneType; give a torch.Tensor"),
+    "no mask": ({"mask": None}, TypeError, "mask is a NoneType; give a torch.Tensor"),
+    "one row": ({"old_logprobs": torch.zeros(3)}, ValueError, r"old_logprobs is .* of shape \(3,\); give .*\[B, T\]"),
+    "widths": (
+        {"sampling_logprobs": torch.zeros(2, 1)}, ValueError,
+        r"sampling_logprobs has shape \(2, 1\); with old_logprobs \(2, 3\) it must be \[2, 3\]",
+    ),
+    "mask a column": ({"mask": torch.ones(2, 1)}, ValueError, r"mask has shape \(2, 1\); with old_logprobs \(2, 3\)"),
+    "whole log-probs": ({"sampling_logprobs": torch.zeros(2, 3).long()}, TypeError, "sampling_logprobs is torch.int64"),
+    "sparse": ({"sampling_logprobs": torch.zeros(2, 3).to_sparse()}, TypeError, "sampling_logprobs is torch.sparse_coo"),
+    "8 bit": ({"old_logprobs": torch.zeros(2, 3).to(torch.float8_e5m2)}, TypeError, "old_logprobs is torch.float8_e5m2"),
+    "elsewhere": ({"mask": torch.ones(2, 3, device="meta")}, ValueError, "mask is on meta and old_logprobs on cpu"),
+    "range": (
+        {"clip_min": 2.0, "clip_max": 1.0}, ValueError, r"clip_min is 2\.0 and clip_max is 1\.0; clip_min may be at most clip",
+    ),
+    "nan": ({"clip_min": math.nan}, ValueError, "clip_min is nan; give a number"),
+    "nan above": ({"clip_max": math.nan}, ValueError, "clip_max is nan; give a number"),
+    "text": ({"clip_max": "3"}, TypeError, "clip_max is a str; give a Python number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", SAMPLER_RATIO_MODES)
+@pytest.mark.parametrize("case", BAD_RATIOS)
+def test_a_bad_sampler_ratio_says_what_was_given_and_what_is_allowed(case, mode):
+    change, error, message = BAD_RATIOS[case]
+    zeros = torch.zeros(2, 3)
+    arguments = {"old_logprobs": zeros, "sampling_logprobs": zeros, "mask": zeros + 1, "mode": mode}
+    with pytest.raises(error, match=message):
+        sampler_importance_ratio(**(arguments | change))
+
+
+BAD_ADAPTIVE = {
+    "coef": ({"coef": math.nan}, ValueError, "coef is nan; give a finite number"),
+    "coef a tensor": ({"coef": torch.tensor(0.1)}, TypeError, "coef is a Tensor; give a Python number"),
+    "delta": ({"delta": math.inf}, ValueError, "delta is inf; give a finite number"),
+    "delta below 0": ({"delta": -0.1}, ValueError, r"delta is -0\.1; give a number of at least 0"),
+    "target": ({"target": math.nan}, ValueError, "target is nan; give a number"),
+    "bounds": (
+        {"coef_min": 2.0},
+        ValueError,
+        r"coef_min is 2\.0 and coef_max is 1\.0; coef_min may be at most coef_max",
+    ),
+    "last": ({"last_entropy": None}, TypeError, "last_entropy is a NoneType; give a Python number"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ADAPTIVE)
+def test_a_bad_adaptive_entropy_says_what_was_given_and_what_is_allowed(case):
+    change, error, message = BAD_ADAPTIVE[case]
+    with pytest.raises(error, match=message):
+        AdaptiveEntropy(**{"coef": 0.1, **change})
+
+
+def test_a_step_s_entropy_and_tokens_are_python_numbers_and_may_be_nan():
+    with pytest.raises(TypeError, match="entropy_sum is a Tensor; give a Python number"):
+        AdaptiveEntropy(0.1).after_step(*torch.ones(2))
+    state = AdaptiveEntropy(0.1).after_step(math.nan, 3.0)
+    assert math.isnan(state.last_entropy) and state.applied == 0.0 and state.coef == pytest.approx(0.095)
+
+
+def test_metrics_refuse_what_gathers_nothing():
+    _, stats, _ = run(objective("grpo"), make(2, 3))
+    with pytest.raises(TypeError, match="gather is a bool; give a function of a tensor, or None"):
+        stats.metrics(True)
+
+
 def test_every_combination_of_shapes_that_is_allowed_is_taken():
     tensors = make(3, 4)
     arguments = tensors.pop("logprobs"), tensors.pop("mask")
@@ -872,3 +1213,10 @@ def test_every_combination_of_shapes_that_is_allowed_is_taken():
     first = losses["[B]", "[B, 1]"]
     for name, loss in losses.items():
         torch.testing.assert_close(loss, first, rtol=1e-12, atol=0, msg=str(name))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_largest_entropy_is_of_the_top_whatever_its_dtype(dtype):
+    entropy, mask = torch.tensor([[0.1, 0.2, 0.3]], dtype=dtype), torch.ones(1, 3)
+    assert high_entropy_mask(entropy, mask, 1.0).tolist() == [[False, False, True]]
+    assert high_entropy_mask(entropy, mask, 0.5).tolist() == [[False, True, True]]

@@ -95,7 +95,7 @@ def make(case: Case) -> Batch:
     tool_mask = integers(0, 4, rows, width).clamp(max=1) if case.tool_mask else torch.ones_like(completion_mask)
     ref_logprobs = logprobs + normal(rows, width, spread=0.5)
     ref_logprobs[0, 0] = logprobs[0, 0] + 4.0  # TRL does not clip its KL
-    entropy = normal(rows, width).abs()
+    entropy = normal(rows, width).abs().float().to(case.dtype)  # TRL ranks float32
     if width == 1:
         # TRL takes a width of 1 for one value a sequence and does not mask its metrics; what it finds in padding is 0.
         logprobs, old_logprobs, ref_logprobs, entropy = (
