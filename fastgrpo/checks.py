@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -66,11 +67,12 @@ def require_finite(name: str, value: Any) -> None:
 
 def require_count(name: str, value: Any, *, or_none: bool = False) -> None:
     """
-    Raises `TypeError` unless `value` is a Python number, `ValueError` unless it is whole and at least 1; 4.0 is whole.
+    Raises `TypeError` unless `value` is a number, `ValueError` unless it is whole and at least 1; 4.0 and numpy's are whole.
 
     `or_none`: whether the caller takes None too, for the message alone.
     """
-    require_number(name, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        require_number(name, value)
     if not 1 <= value <= _LARGEST_COUNT or value != int(value):
         most = f", at most {_LARGEST_COUNT:,}" if value > _LARGEST_COUNT else ""
         raise ValueError(f"{name} is {value}; give a whole number of at least 1{most}{', or None' if or_none else ''}.")

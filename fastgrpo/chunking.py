@@ -74,7 +74,7 @@ class ChunkPlan:
             count: rows in all.
             bytes_a_row: what a row takes in everything that grows with them and that the pass keeps alive at once.
             device: where they live.
-            liked: an automatic number is a multiple of the first of these that is not larger.
+            liked: an automatic number is a multiple of the first of these that is not larger, or by 1/256 at most.
 
         Returns:
             At least 1.

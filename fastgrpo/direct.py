@@ -17,6 +17,7 @@ def with_autograd(
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
     direct: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+    one_gradient: bool = False,
 ) -> Callable[..., Any]:
     """
     Registers the autograd of a custom op, and returns how to call the op with the least work.
@@ -26,12 +27,15 @@ def with_autograd(
         setup_context, backward: as `op.register_autograd` takes them.
         direct: forward and backward of a `torch.autograd.Function` for where nothing traces; they need not keep to the op's
             results. None: of the op's own function and the two above.
+        one_gradient: whether a batch of gradients, which would end deep inside torch, is refused in words.
 
     Returns:
         A function of the op's arguments: the op itself where something traces, else the `torch.autograd.Function`, and without
         gradients the op's own function.
     """
-    op.register_autograd(_of_one_gradient(backward), setup_context=setup_context)
+    if one_gradient:
+        backward = _of_one_gradient(backward)
+    op.register_autograd(backward, setup_context=setup_context)
     body = _body(op)
 
     # Not a `setup_context` of its own: with one, torch looks up and binds the signature in every call.
@@ -40,8 +44,7 @@ def with_autograd(
         setup_context(ctx, arguments, results)
         return results
 
-    forward, backward = direct or (forward, backward)
-    methods = {"forward": forward, "backward": _of_one_gradient(backward)}
+    methods = dict(zip(("forward", "backward"), direct or (forward, backward), strict=True))
     function = type(body.__name__, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()})
 
     def run(*arguments: Any) -> Any:

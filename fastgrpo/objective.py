@@ -586,7 +586,7 @@ def grpo_loss(
     sampler_ratio: Tensor | None = None,
     sampling_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
-    aux_loss: Tensor | None = None,
+    aux_loss: Tensor | float | None = None,
     router_aux_loss_coef: float = 0.0,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, GRPOStats]:
@@ -605,7 +605,7 @@ def grpo_loss(
         sampler_ratio: `[B, T]` or `[B, 1]`, see `sampler_importance_ratio`; None = no correction.
         sampling_logprobs: `[B, T]` the sampler's own, for the off-policy mask; None = `old_logprobs`.
         entropy: `[B, T]` nats; needed for an entropy bonus or quantile mask. Carries a gradient where the bonus shall.
-        aux_loss: 0-d load-balancing loss of a mixture of experts, or None.
+        aux_loss: 0-d load-balancing loss of a mixture of experts, or a number, or None.
         router_aux_loss_coef: its weight, a finite number.
         gather: collects a 1-d fp32 tensor from all processes, for the entropy quantile; None = this process only.
 
@@ -683,7 +683,9 @@ def grpo_loss(
         if objective.entropy_coef != 0.0:
             loss = loss - objective.entropy_coef * entropy_sum / tokens.clamp(min=1.0) / objective.accumulation
     if aux_loss is not None:
-        loss = loss + router_aux_loss_coef * aux_loss.to(loss.dtype) / objective.accumulation
+        if isinstance(aux_loss, Tensor):
+            aux_loss = aux_loss.to(loss.dtype)
+        loss = loss + router_aux_loss_coef * aux_loss / objective.accumulation
 
     sums, low_clip, high_clip = _metric_sums(objective, terms, phi, entropy, advantages, mask)
     stats = GRPOStats(
@@ -833,8 +835,8 @@ def _require_items(items: float | Tensor) -> None:
         require_real("num_items_in_batch", items)
         if items.numel() != 1:
             raise ValueError(f"num_items_in_batch has shape {tuple(items.shape)}; it must be one number.")
-        if items.device.type != "cpu":
-            # Its value is on its way, and waiting for it takes longer than all else that the host does.
+        if items.device.type != "cpu" or type(items) is not Tensor or torch._C._are_functorch_transforms_active():
+            # Its value is on its way, and waiting for it takes longer than all else that the host does; or there is none.
             return
         items = items.item()
     else:
@@ -896,16 +898,20 @@ def _check_tensors(
             _require_beside("logprobs", logprobs, name, value, shapes)
 
 
-def _check_auxiliary(logprobs: Tensor, aux_loss: Tensor | None, coefficient: float) -> None:
-    require_finite("router_aux_loss_coef", coefficient)
+def _check_auxiliary(logprobs: Tensor, aux_loss: Tensor | float | None, coefficient: float) -> None:
     if aux_loss is None:
         return
-    require_tensor("aux_loss", aux_loss)
-    require_dense("aux_loss", aux_loss)
-    require_float("aux_loss", aux_loss)
-    require_device_of("logprobs", logprobs, "aux_loss", aux_loss)
-    if aux_loss.dim() != 0:
-        raise ValueError(f"aux_loss has shape {tuple(aux_loss.shape)}; it must be 0-d, such as aux_loss.sum().")
+    # Models without experts give the number 0.
+    for name, value in (("aux_loss", aux_loss), ("router_aux_loss_coef", coefficient)):
+        if isinstance(value, Tensor):
+            require_dense(name, value)
+            require_real(name, value)
+            if value.device.type != "cpu":
+                require_device_of("logprobs", logprobs, name, value)
+            if value.dim() != 0:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be 0-d, such as {name}.sum().")
+        else:
+            require_finite(name, value)
 
 
 def _require_matrix(name: str, value: Tensor) -> None:

@@ -179,7 +179,7 @@ def _logprob_backward(ctx, grad_logprobs, grad_entropy, *_):
     return grad_hidden, grad_weight, None, grad_bias, *no_options
 
 
-run_linear_logprob = with_autograd(linear_logprob_op, _logprob_context, _logprob_backward)
+run_linear_logprob = with_autograd(linear_logprob_op, _logprob_context, _logprob_backward, one_gradient=True)
 """`fastgrpo::linear_logprob` with the least work around it."""
 
 

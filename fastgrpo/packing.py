@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +73,7 @@ class LeftPacked:
             ValueError: of another shape, or on another device than the batch; a fill that the dtype does not hold.
         """
         _require_values(values, self.index, tuple(self.index.shape))
-        _require_fill(fill, values.dtype)
+        fill = _checked_fill(fill, values.dtype)
         values = values.masked_fill(~self.attention_mask.bool(), fill)
         out = torch.full((values.shape[0], self.width), fill, dtype=values.dtype, device=values.device)
         return out.scatter(1, self.index, values)
@@ -307,7 +307,7 @@ def unpack(values: Tensor, packed: Packed, fill: float = 0) -> Tensor:
         raise TypeError(f"packed is a {type(packed).__name__}; give what fastgrpo.pack returned.")
     count = packed.tokens.shape[1]
     _require_values(values, packed.index, (count,), (1, count))
-    _require_fill(fill, values.dtype)
+    fill = _checked_fill(fill, values.dtype)
     rows = packed.index.masked_fill(~packed.real, -1).flatten()
     return pack_ops.take_rows(values.reshape(-1), rows, fill).view(packed.real.shape)
 
@@ -337,7 +337,9 @@ def _check_lengths(prompt_lengths: Tensor, input_ids: Tensor) -> None:
 
 
 def _check_beside(beside: Sequence[Hashable], batch: int) -> None:
-    if not isinstance(beside, Sequence):
+    # As a list's or an array's, the order of the entries is that of the rows.
+    ordered = hasattr(beside, "__len__") and hasattr(beside, "__getitem__") and not isinstance(beside, Mapping | Tensor)
+    if not ordered:
         raise TypeError(
             f"beside is a {type(beside).__name__}; give a list of {batch} hashable values, one for each row."
         )
@@ -345,11 +347,15 @@ def _check_beside(beside: Sequence[Hashable], batch: int) -> None:
         raise ValueError(f"beside has {len(beside)} entries; it must have {batch}, one for each row.")
     for row, value in enumerate(beside):
         # A tensor's hash is its identity, so equal ones would count as different without a word.
-        if isinstance(value, Tensor) or not _is_hashable(value):
+        if _holds_a_tensor(value) or not _is_hashable(value):
             raise TypeError(
                 f"beside[{row}] is a {type(value).__name__}; give hashable values that compare as a whole, such as names, "
                 "numbers or tuples of them."
             )
+
+
+def _holds_a_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, tuple | frozenset) and any(map(_holds_a_tensor, value)))
 
 
 def _is_hashable(value: object) -> bool:
@@ -385,8 +391,11 @@ def _require_values(values: Tensor, index: Tensor, *shapes: tuple[int, ...]) -> 
         raise ValueError(f"values has shape {tuple(values.shape)}; it must be {allowed}.")
 
 
-def _require_fill(fill: float, dtype: torch.dtype) -> None:
-    """Raises unless `fill` is a Python number that the dtype holds: in its range, and whole where the dtype is."""
+def _checked_fill(fill: float, dtype: torch.dtype) -> float:
+    """`fill` as a Python number; raises unless the dtype holds it: in its range, and whole where the dtype is."""
+    if not isinstance(fill, int | float) and getattr(fill, "ndim", None) == 0:
+        # A number of numpy's, or a tensor's.
+        fill = fill.item()
     if not isinstance(fill, bool):
         require_number("fill", fill)
     if dtype == torch.bool:
@@ -401,3 +410,4 @@ def _require_fill(fill: float, dtype: torch.dtype) -> None:
         allowed = f"a whole number from {least} to {largest}"
     if not held:
         raise ValueError(f"fill is {fill!r}, and values is {dtype}, which does not hold it; give {allowed}.")
+    return fill

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from fastgrpo import AdaptiveEntropy, Objective, grpo_loss, linear_grpo_loss, sampler_importance_ratio
 from fastgrpo.objective import (
@@ -1072,13 +1074,12 @@ BAD_INPUT = {
     "advantages elsewhere": (
         {"advantages": torch.empty(3, device="meta")}, ValueError, "advantages is on meta and logprobs on cpu",
     ),
-    "auxiliary loss of no tensor": ({"aux_loss": 2.0}, TypeError, "aux_loss is a float; give a torch.Tensor"),
+    "auxiliary loss of no number": ({"aux_loss": "1"}, TypeError, "aux_loss is a str; give a Python number"),
     "auxiliary losses": ({"aux_loss": torch.ones(3)}, ValueError, r"aux_loss has shape \(3,\); it must be 0-d"),
-    "auxiliary loss whole": ({"aux_loss": torch.tensor(2)}, TypeError, "aux_loss is torch.int64; it must be a float tensor"),
     "auxiliary loss elsewhere": ({"aux_loss": torch.empty((), device="meta")}, ValueError, "aux_loss is on meta"),
-    "coefficient": ({"router_aux_loss_coef": None}, TypeError, "router_aux_loss_coef is a NoneType; give a Python number"),
-    "coefficient nan": ({"router_aux_loss_coef": math.nan}, ValueError, "router_aux_loss_coef is nan; give a finite number"),
-    "coefficient inf": ({"router_aux_loss_coef": math.inf}, ValueError, "router_aux_loss_coef is inf; give a finite number"),
+    "coefficient": ({"aux_loss": 0, "router_aux_loss_coef": None}, TypeError, "router_aux_loss_coef is a NoneType; give a"),
+    "coefficient nan": ({"aux_loss": 0, "router_aux_loss_coef": math.nan}, ValueError, "router_aux_loss_coef is nan; give a"),
+    "coefficient inf": ({"aux_loss": 0, "router_aux_loss_coef": math.inf}, ValueError, "router_aux_loss_coef is inf; give a"),
     "gather": ({"gather": True}, TypeError, "gather is a bool; give a function of a tensor, or None"),
     "sparse log-probs": ({"logprobs": torch.zeros(3, 4).to_sparse()}, TypeError, "logprobs is torch.sparse_coo; give .*dense"),
     **{
@@ -1220,3 +1221,31 @@ def test_the_largest_entropy_is_of_the_top_whatever_its_dtype(dtype):
     entropy, mask = torch.tensor([[0.1, 0.2, 0.3]], dtype=dtype), torch.ones(1, 3)
     assert high_entropy_mask(entropy, mask, 1.0).tolist() == [[False, False, True]]
     assert high_entropy_mask(entropy, mask, 0.5).tolist() == [[False, True, True]]
+
+
+@pytest.mark.parametrize(
+    "aux_loss", [0, 0.5, torch.tensor(0.5), torch.tensor(1), torch.tensor(0.5, dtype=torch.bfloat16)]
+)
+def test_an_auxiliary_loss_may_be_a_number(aux_loss):
+    tensors = make(2, 3)
+    arguments = [tensors[name] for name in ("logprobs", "advantages", "mask")]
+    plain, _ = grpo_loss(*arguments, Objective())
+    assert grpo_loss(*arguments, Objective(), router_aux_loss_coef=None)[0] == plain
+    found, _ = grpo_loss(*arguments, Objective(), aux_loss=aux_loss, router_aux_loss_coef=0.5)
+    assert found.item() == pytest.approx(plain.item() + 0.5 * float(aux_loss))
+
+
+def test_counts_may_be_numpy_s():
+    options = Objective(loss_type="dr_grpo", max_completion_length=np.int64(8), steps_per_generation=np.int32(4))
+    assert options.max_completion_length == 8
+    with pytest.raises(ValueError, match="steps_per_generation is 0"):
+        Objective(steps_per_generation=np.int64(0))
+
+
+def test_a_count_without_a_value_is_not_looked_at():
+    with FakeTensorMode():
+        Objective(num_items_in_batch=torch.ones(()))
+    counts = torch.tensor([2.0, 4.0])
+    mask = torch.ones(1, 8)
+    found = torch.func.vmap(lambda items: Objective(num_items_in_batch=items).batch_normaliser(mask))(counts)
+    assert torch.equal(found, counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -277,6 +278,10 @@ def test_prompts_are_shared_by_a_flag_alone(given):
         ([[1], [1]], r"beside\[0\] is a list; give hashable values"),
         (["a", ([1],)], r"beside\[1\] is a tuple; give hashable values"),
         ([torch.tensor(1), torch.tensor(1)], r"beside\[0\] is a Tensor; give hashable values that compare as a whole"),
+        (
+            [(torch.tensor(1),), (torch.tensor(1),)],
+            r"beside\[0\] is a tuple; give hashable values that compare as a whole",
+        ),
     ],
 )
 def test_what_cannot_stand_beside_a_prompt_is_refused_in_words(beside, message, share):
@@ -365,7 +370,7 @@ def test_a_fill_that_the_dtype_does_not_hold_is_refused_in_words(dtype, fill, al
         unpack(torch.zeros(5).to(dtype), pack(IDS, MASK), fill=fill)
 
 
-@pytest.mark.parametrize("fill", ["x", "1", None, [1.0], 1j, torch.tensor(1.0)])
+@pytest.mark.parametrize("fill", ["x", "1", None, [1.0], 1j, torch.tensor([1.0])])
 def test_a_fill_is_a_number(fill):
     message = f"fill is a {type(fill).__name__}; give a Python number"
     with pytest.raises(TypeError, match=message):
@@ -450,3 +455,20 @@ def test_taking_rows_passes_opcheck():
     rows = torch.tensor([0, 2, 2, -1])
     torch.library.opcheck(take_rows_op, (torch.randn(3, 5, requires_grad=True), rows, 0.5))
     torch.library.opcheck(take_rows_op, (torch.ones(3, 5, dtype=torch.int64), rows, 2**53 + 1))
+
+
+def test_names_beside_prompts_and_fills_may_be_numpy_s():
+    packed = pack(IDS, MASK, LENGTHS, True, np.array(["a", "b"]))
+    assert packed.rows == pack(IDS, MASK, LENGTHS, True, ["a", "b"]).rows
+    values = torch.arange(packed.tokens.shape[1], dtype=torch.float32)
+    for fill in (np.float32(1.5), torch.tensor(1.5)):
+        assert torch.equal(unpack(values, packed, fill=fill), unpack(values, packed, fill=1.5))
+
+
+def test_batches_of_gradients_of_unpacked_values():
+    packed = pack(IDS, MASK, LENGTHS)
+    values = torch.randn(packed.tokens.shape[1], requires_grad=True)
+    out = unpack(values, packed)
+    grads = torch.randn(3, *out.shape)
+    (found,) = torch.autograd.grad(out, values, grads, is_grads_batched=True, retain_graph=True)
+    assert torch.equal(found, torch.stack([torch.autograd.grad(out, values, g, retain_graph=True)[0] for g in grads]))

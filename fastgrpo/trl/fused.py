@@ -224,7 +224,7 @@ def objective_of(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Objective:
         epsilon_high=trainer.epsilon_high,
         delta=args.delta,
         beta=trainer.beta,
-        use_bias_correction_kl=args.use_bias_correction_kl,
+        use_bias_correction_kl=bool(args.use_bias_correction_kl),
         off_policy_mask_threshold=trainer.off_policy_mask_threshold,
         top_entropy_quantile=trainer.top_entropy_quantile,
         sapo_temperature_pos=args.sapo_temperature_pos,
@@ -233,7 +233,8 @@ def objective_of(trainer: GRPOTrainer, inputs: dict[str, Any]) -> Objective:
         vespo_lambda_pos=args.vespo_lambda_pos,
         vespo_k_neg=args.vespo_k_neg,
         vespo_lambda_neg=args.vespo_lambda_neg,
-        max_completion_length=trainer.max_completion_length,
+        # What TRL divides by, and looks at for this loss alone.
+        max_completion_length=trainer.max_completion_length if trainer.loss_type == "dr_grpo" else None,
         num_items_in_batch=inputs["num_items_in_batch"],
         gradient_accumulation_steps=trainer.current_gradient_accumulation_steps if training else 1,
         steps_per_generation=args.steps_per_generation,

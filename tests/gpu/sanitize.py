@@ -1,8 +1,11 @@
 """Every kernel of the library at small, odd shapes, for compute-sanitizer to watch:
 
-for tool in memcheck racecheck synccheck
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitize.py
+for tool in racecheck synccheck
 do compute-sanitizer --tool $tool python tests/gpu/sanitize.py
 done
+
+With its cache, torch takes memory in blocks, and what goes past the end of a small tensor stays within one.
 
 racecheck reports hazards in cuBLAS's own kernels (nvjet_...); there must be none in a kernel of this library. Told by
 --kernel-name to watch these alone, it fails on the cluster kernel with an internal error; tests/csrc/test_cluster_exchange.py

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -97,6 +98,23 @@ def test_every_product_with_the_head_is_counted_not_those_of_its_kernels_alone(t
     with fastgrpo.patch(trainer), head_products(trainer, words=1984) as counts:
         trainer.train()
     assert counts == [3] * 4 and min(stock) == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_completion_length": np.int64(8)},
+        {"use_bias_correction_kl": 1},
+        {"max_completion_length": np.int64(8), "loss_type": "dr_grpo"},
+    ],
+    ids=["a length of numpy's", "a number for a flag", "a length that divides"],
+)
+def test_what_trl_takes_for_a_number_or_a_flag_changes_no_way(settings, products, tmp_path):
+    trainer = tiny_trainer(tmp_path, lora=False, max_steps=1, reward=no_two_equal, **settings)
+    fastgrpo.patch(trainer)
+    products.clear()
+    trainer.train()
+    assert Counter(name for name, _ in products) == dict.fromkeys(PRODUCTS, 2)
 
 
 OFF_POLICY: dict[str, dict[str, Any]] = {
