@@ -97,7 +97,8 @@ def test_every_product_with_the_head_is_counted_not_those_of_its_kernels_alone(t
     trainer = tiny_trainer(tmp_path, model="wide head", lora=False, max_steps=2, reward=no_two_equal)
     with fastgrpo.patch(trainer), head_products(trainer, words=1984) as counts:
         trainer.train()
-    assert counts == [3] * 4 and min(stock) == 4
+    # Of full logits, as TRL 1.12 has them, stock takes three too; in chunks four.
+    assert counts == [3] * 4 and len(stock) == 4 and min(stock) >= 3
 
 
 @pytest.mark.parametrize(
