@@ -11,14 +11,21 @@ from torch import Tensor
 
 from bench import report
 from bench.measure import MIB, Timing, extra_peak_bytes, interleave
-from bench.peers import TASKS, Output, Problem, floor, peers, truth
+from bench.peers import (
+    OURS,
+    OURS_IN_ONE_PASS,
+    OURS_IN_SMALL_CHUNKS,
+    TASKS,
+    TRL_AS_CALLED,
+    TRL_ROWS,
+    Output,
+    Problem,
+    floor,
+    peers,
+    truth,
+)
 
 FLOOR = "floor: products alone"
-OURS = "fastgrpo"
-OURS_IN_ONE_PASS = "fastgrpo, fused loss"
-OURS_IN_SMALL_CHUNKS = "fastgrpo, chunks of 128 MiB"
-TRL_AS_CALLED = "TRL, as called"
-TRL_ROWS = "TRL, scored rows"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,12 @@ TASKS = {
 }
 """Task -> products of `[N, H]` by `[H, V]` that it needs. `entropy` is a frozen head whose loss holds an entropy bonus."""
 
+OURS = "fastgrpo"
+OURS_IN_ONE_PASS = "fastgrpo, fused loss"
+OURS_IN_SMALL_CHUNKS = "fastgrpo, chunks of 128 MiB"
+TRL_AS_CALLED = "TRL, as called"
+TRL_ROWS = "TRL, scored rows"
+
 ENTROPY_COEF = 0.01
 _TRL_CHUNK = 32768
 _SMALL_CHUNK = 128 << 20
@@ -132,14 +138,14 @@ def peers(dtype: torch.dtype, device: torch.device | None = None) -> list[Peer]:
     """All peers for inputs of a dtype on a device; `fastgrpo` and the two of TRL are always first."""
     trl_missing = _missing("trl.kernels.chunked_logprob", "trl")
     found = [
-        Peer("fastgrpo", _fastgrpo_head),
-        Peer("TRL, as called", _scorer(_trl, compact=False), missing=trl_missing),
-        Peer("TRL, scored rows", _scorer(_trl, compact=True), missing=trl_missing),
-        Peer("fastgrpo, fused loss", _fastgrpo_loss, ("trained",)),
+        Peer(OURS, _fastgrpo_head),
+        Peer(TRL_AS_CALLED, _scorer(_trl, compact=False), missing=trl_missing),
+        Peer(TRL_ROWS, _scorer(_trl, compact=True), missing=trl_missing),
+        Peer(OURS_IN_ONE_PASS, _fastgrpo_loss, ("trained",)),
     ]
     if device is not None and device.type == "cuda":
         small = partial(_fastgrpo_head, chunk_bytes=_SMALL_CHUNK)
-        found.append(Peer("fastgrpo, chunks of 128 MiB", small, ("forward", "frozen")))
+        found.append(Peer(OURS_IN_SMALL_CHUNKS, small, ("forward", "frozen")))
     else:
         # On CUDA, float32 products are ten times slower than 16-bit ones.
         found.append(Peer("full logits, fp32", _scorer(_full_logits_fp32, compact=True)))

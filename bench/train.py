@@ -118,7 +118,9 @@ def run(
         so_far(report.record("train", device, settings, lines, ratios))
     report.table(f"GRPO steps of {workload.name}, random weights, {precision}", _COLUMNS, _cells(lines))
     for line in lines:
-        report.say(f"{line['case']}, {line['path']}, first step: {line['first_step']}; {line['loss_backend'] or ''}")
+        report.say(f"{line['case']}, {line['path']}, first step: {line['first_step']}")
+        if line["loss_backend"]:
+            report.say(f"{line['case']}, {line['path']}, loss: {line['loss_backend']}")
     return report.record("train", device, settings, lines, ratios)
 
 
@@ -158,7 +160,7 @@ def train_once(
         trainer.train()
         if patched and "trainer loss" in fastgrpo.backends():
             entry = fastgrpo.backends()["trainer loss"]
-            result.loss_backend = f"loss {entry.implementation}" + (f": {entry.reason}" if entry.reason else "")
+            result.loss_backend = entry.implementation + (f": {entry.reason}" if entry.reason else "")
         if device.type == "cuda":
             result.peak_mib = (torch.cuda.max_memory_allocated(device) - before) / MIB
         result.history = [dict(entry) for entry in trainer.state.log_history]

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 COMPUTED_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The floating dtypes that torch computes in; float8 and narrower only store."""
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 _LARGEST_NUMBER = 10**300
 _LARGEST_COUNT = 2**31 - 1
@@ -33,6 +34,12 @@ def require_device_of(other_name: str, other: Tensor, name: str, value: Tensor) 
     """Raises `ValueError` unless both tensors live on one device."""
     if value.device != other.device:
         raise ValueError(f"{name} is on {value.device} and {other_name} on {other.device}; move both to one device.")
+
+
+def require_values(name: str, value: Tensor) -> None:
+    """Raises `ValueError` for a tensor on meta."""
+    if value.is_meta:
+        raise ValueError(f"{name} is on meta and has no values; give a tensor on a device.")
 
 
 def require_float(name: str, value: Tensor) -> None:

@@ -69,6 +69,7 @@ def without_autograd(op: Any) -> Callable[..., Any]:
 
 def _of_one_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
     """`backward`, which raises `RuntimeError` for several gradients at once, where it would end deep inside torch."""
+    functorch = torch._C._functorch
 
     def run(ctx: Any, *grads: Any) -> Any:
         # `torch.autograd.grad` has batches of the older kind, `torch.vmap` around it the other.
@@ -81,7 +82,6 @@ def _of_one_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
             )
         return backward(ctx, *grads)
 
-    functorch = torch._C._functorch
     return run
 
 

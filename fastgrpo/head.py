@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastgrpo.checks import (
     COMPUTED_FLOATS,
+    LARGEST_FLOAT32,
     refuse_forward_mode,
     require_dense,
     require_device_of,
@@ -27,6 +28,7 @@ from fastgrpo.checks import (
     require_number,
     require_real,
     require_tensor,
+    require_values,
 )
 from fastgrpo.chunking import CUDA_ROWS, ChunkPlan
 from fastgrpo.kernels.reference import HeadCall, Transform, Use
@@ -50,7 +52,7 @@ from fastgrpo.ops import (
 )
 from fastgrpo.row_local import RowInputs, row_inputs, row_stats
 
-_LEAST_FLOAT32, _LARGEST_FLOAT32 = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_LEAST_FLOAT32 = torch.finfo(torch.float32).tiny
 # A logit over a larger one loses digits, or is 0.
 _LARGEST_SOFTCAP = 1e30
 _IGNORED = -1
@@ -547,8 +549,7 @@ def _check_head(
         if value is not None:
             require_device_of("hidden", hidden, name, value)
     require_device_of("hidden", hidden, "targets", targets)
-    if hidden.device.type == "meta":
-        raise ValueError("hidden is on meta and has no values; give tensors on a device.")
+    require_values("hidden", hidden)
     for name, value in (("temperature", temperature), ("logit_scale", logit_scale), ("softcap", softcap)):
         if name != "softcap" or value is not None:
             require_number(name, value)
@@ -580,8 +581,8 @@ def _require_float32(temperature: float, logit_scale: float, softcap: float | No
         raise ValueError(
             f"temperature is {temperature}, less than float32 can divide by; give at least {_LEAST_FLOAT32:.1e}."
         )
-    if abs(logit_scale) > _LARGEST_FLOAT32:
-        raise ValueError(f"logit_scale is {logit_scale}, more than float32 holds; give at most {_LARGEST_FLOAT32:.1e}.")
+    if abs(logit_scale) > LARGEST_FLOAT32:
+        raise ValueError(f"logit_scale is {logit_scale}, more than float32 holds; give at most {LARGEST_FLOAT32:.1e}.")
     if softcap is not None and not _LEAST_FLOAT32 <= softcap <= _LARGEST_SOFTCAP:
         raise ValueError(
             f"softcap is {softcap}, which float32 cannot work with; give {_LEAST_FLOAT32:.1e} to {_LARGEST_SOFTCAP:.0e}, or "

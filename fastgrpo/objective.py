@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgrpo.checks import (
+    LARGEST_FLOAT32,
     require_count,
     require_dense,
     require_device_of,
@@ -43,7 +44,6 @@ _ANY_SIGN = ("off_policy_mask_threshold", "entropy_coef", *_TEMPERATURES, *_VESP
 _BOUNDS = ("epsilon", *_OPTIONAL_NUMBERS)
 _NUMBERS = (*_BOUNDS, "beta", "entropy_coef", "top_entropy_quantile", *_TEMPERATURES, *_VESPO_NUMBERS)
 
-_LARGEST = torch.finfo(torch.float32).max
 _MOST_ITEMS = 2.0**63
 _LOG_MIN_RATIO = math.log(1e-8)
 _MAX_LOG_RATIO = 20.0
@@ -825,8 +825,8 @@ def _require_option(name: str, value: float) -> None:
     require_number(name, value)
     if value < 0 and name not in _ANY_SIGN:
         raise ValueError(f"{name} is {value}; give a number of at least 0.")
-    if not abs(value) <= _LARGEST and not (name in _BOUNDS and math.isinf(value)):
-        raise ValueError(f"{name} is {value}; give a finite number, at most {_LARGEST:.4g}.")
+    if not abs(value) <= LARGEST_FLOAT32 and not (name in _BOUNDS and math.isinf(value)):
+        raise ValueError(f"{name} is {value}; give a finite number, at most {LARGEST_FLOAT32:.4g}.")
 
 
 def _require_items(items: float | Tensor) -> None:

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from fastgrpo import pack_ops
 from fastgrpo.attention import Segment
-from fastgrpo.checks import require_dense, require_device_of, require_flag, require_number, require_tensor
+from fastgrpo.checks import (
+    require_dense,
+    require_device_of,
+    require_flag,
+    require_number,
+    require_tensor,
+    require_values,
+)
 
 # What gather, scatter and masked_fill take on every device.
 _GATHERED = (
@@ -371,8 +378,7 @@ def _require_readable(name: str, value: Tensor) -> None:
     """Raises unless `value` is an ordinary tensor whose values the host can read."""
     require_tensor(name, value)
     require_dense(name, value)
-    if value.is_meta:
-        raise ValueError(f"{name} is on meta and has no values; give a tensor on a device.")
+    require_values(name, value)
 
 
 def _require_dtype(name: str, value: Tensor, *allowed: torch.dtype) -> None:

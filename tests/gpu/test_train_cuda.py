@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
-from products import head_products, no_two_equal
-from tiny import tiny_trainer
+from products import head_products
+from tiny import no_two_equal, tiny_trainer
 from twins import twins_in_16_bit
 
 import fastgrpo

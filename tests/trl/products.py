@@ -15,11 +15,6 @@ _FUSED = {"fastgrpo::fused_pass", "fastgrpo::fused_objective", "fastgrpo::fused_
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"}
 
 
-def no_two_equal(completions: list[str], **_: Any) -> list[float]:
-    """No advantage is 0: such a row is computed apart, without a gradient."""
-    return [len(set(text)) / 5 + 0.01 * index + 0.003 * index**2 for index, text in enumerate(completions)]
-
-
 @contextmanager
 def head_products(trainer: GRPOTrainer, words: int) -> Iterator[list[int]]:
     """

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from products import head_products, no_two_equal
+from products import head_products
 from sampler import SampledTrainer
 from test_twin_rollouts import NeverEnds, scripted_rollout
-from tiny import tiny_trainer
+from tiny import no_two_equal, tiny_trainer
 from trl import GRPOTrainer
 from twins import assert_twins, run
 
