@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench import report
-from bench.measure import MIB, Timing, extra_peak_bytes, interleave
+from bench.measure import MIB, BusyDeviceClock, Timing, extra_peak_bytes, interleave
 from bench.peers import (
     OURS,
     OURS_IN_ONE_PASS,
@@ -83,6 +83,7 @@ _TITLES = {
 _COLUMNS = (
     "",
     "time / floor",
+    "busy / floor",
     "time / ours",
     "CPU time / ours",
     "memory / ours",
@@ -211,12 +212,15 @@ def _measure(
                 line["note"] = f"fails: {type(error).__name__}: {error}".splitlines()[0][:120]
                 continue
             cases[peer.name] = lambda peer=peer: peer.run(problem, task)
-    timings = interleave(cases, rounds, warm_ups, device)
+    clock = BusyDeviceClock(device) if device.type == "cuda" else None
+    timings = interleave(cases, rounds, warm_ups, device, clock)
     for name, timing in timings.items():
         lines[name] |= {
             "seconds": timing.seconds,
             "cpu_seconds": timing.cpu_seconds,
+            "busy_seconds": timing.busy_seconds,
             "time_over_floor": timing.over(timings[FLOOR]),
+            "busy_time_over_floor": timing.busy_over(timings[FLOOR]),
             "time_over_fastgrpo": timing.over(timings[OURS]),
             "cpu_time_over_floor": timing.cpu_over(timings[FLOOR]),
             "cpu_time_over_fastgrpo": timing.cpu_over(timings[OURS]),
@@ -251,6 +255,9 @@ def _ratios(key: str, lines: list[dict[str, Any]]) -> dict[str, float]:
     for name in (OURS_IN_ONE_PASS, OURS_IN_SMALL_CHUNKS):
         if name in by_peer:
             ratios[f"{key}/time: {name} over floor"] = by_peer[name]["time_over_floor"]
+    for name in (OURS, OURS_IN_ONE_PASS, OURS_IN_SMALL_CHUNKS):
+        if name in by_peer and by_peer[name]["busy_time_over_floor"] is not None:
+            ratios[f"{key}/time, device busy before: {name} over floor"] = by_peer[name]["busy_time_over_floor"]
     # It takes rows, so TRL's time is the one on rows.
     if OURS_IN_ONE_PASS in by_peer and "seconds" in by_peer[TRL_ROWS]:
         in_one_pass, trl = (by_peer[name]["time_over_fastgrpo"] for name in (OURS_IN_ONE_PASS, TRL_ROWS))
@@ -279,6 +286,7 @@ def _cells(by_task: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
             yield [
                 f"  {line['peer']}",
                 number(line["time_over_floor"], ".2f"),
+                number(line["busy_time_over_floor"], ".2f"),
                 number(line["time_over_fastgrpo"], ".2f"),
                 number(line["cpu_time_over_fastgrpo"], ".2f"),
                 number(None if memory is None else memory / ours["extra_mib"], ".2f"),

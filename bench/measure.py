@@ -13,6 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 
 MIB = 1 << 20
 Case = Callable[[], object]
+Sample = dict[str, float]
+"""Fields of a `Timing`, of one round."""
+# Enough to write for several ms, of any device that such a head is for.
+_BACKLOG_BYTES, _BACKLOG_PASSES = 256 * MIB, 48
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,12 @@ class Timing:
     Attributes:
         seconds: wall clock; on CUDA between two device events.
         cpu_seconds: processor time of all threads, which other programs on the machine change far less; empty on CUDA.
+        busy_seconds: of `BusyDeviceClock`, behind other work; else empty.
     """
 
     seconds: tuple[float, ...]
     cpu_seconds: tuple[float, ...] = ()
+    busy_seconds: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:
@@ -41,11 +47,21 @@ class Timing:
         """The same of the processor time; None on CUDA."""
         return _paired(self.cpu_seconds, other.cpu_seconds) if self.cpu_seconds else None
 
+    def busy_over(self, other: Timing) -> float | None:
+        """The same of the time behind other work; None where that was not measured."""
+        return _paired(self.busy_seconds, other.busy_seconds) if self.busy_seconds else None
+
     def __str__(self) -> str:
         return f"{self.median:.3f} ({min(self.seconds):.3f}-{max(self.seconds):.3f})"
 
 
-def interleave(cases: Mapping[str, Case], rounds: int, warm_ups: int, device: torch.device) -> dict[str, Timing]:
+def interleave(
+    cases: Mapping[str, Case],
+    rounds: int,
+    warm_ups: int,
+    device: torch.device,
+    clock: Callable[[Case], Sample] | None = None,
+) -> dict[str, Timing]:
     """
     Times every case once a round, so that all of them meet the same state of the machine.
 
@@ -54,18 +70,23 @@ def interleave(cases: Mapping[str, Case], rounds: int, warm_ups: int, device: to
         rounds: times that count; every second round goes through the cases backwards.
         warm_ups: rounds before, not counted.
         device: where the work runs.
+        clock: what times a call; None = device events on CUDA, else wall clock and processor time.
 
     Returns:
         Name -> Timing.
     """
-    samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in cases}
-    clock = device_clock if device.type == "cuda" else _host_clock
+    samples: dict[str, list[Sample]] = {name: [] for name in cases}
+    if clock is None:
+        clock = device_clock if device.type == "cuda" else _host_clock
     for turn in range(-warm_ups, rounds):
         for name in reversed(cases) if turn % 2 else cases:
             sample = clock(cases[name])
             if turn >= 0:
                 samples[name].append(sample)
-    return {name: Timing(*zip(*values, strict=True)) for name, values in samples.items()}
+    return {
+        name: Timing(**{field: tuple(sample[field] for sample in values) for field in values[0]})
+        for name, values in samples.items()
+    }
 
 
 def extra_peak_bytes(case: Case, device: torch.device) -> int:
@@ -94,20 +115,41 @@ def extra_peak_bytes(case: Case, device: torch.device) -> int:
     return peak
 
 
-def _host_clock(case: Case) -> tuple[float, float]:
+def _host_clock(case: Case) -> Sample:
     wall, processor = time.perf_counter(), time.process_time()
     case()
-    return time.perf_counter() - wall, time.process_time() - processor
+    return {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - processor}
 
 
-def device_clock(case: Case) -> tuple[float]:
+def device_clock(case: Case) -> Sample:
     """Seconds between two device events around a call."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     case()
     end.record()
     end.synchronize()
-    return (start.elapsed_time(end) / 1e3,)
+    return {"seconds": start.elapsed_time(end) / 1e3}
+
+
+class BusyDeviceClock:
+    """
+    `device_clock` of a call twice: from an idle device, and behind other work of the device, as in a training step.
+
+    What the host does before a call's first launch is time of the device's in the first; in the second only what follows a
+    wait for the device is. The other work writes memory, so that the L2 cache holds nothing of the call's.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(_BACKLOG_BYTES, dtype=torch.uint8, device=device)
+
+    def __call__(self, case: Case) -> Sample:
+        for _ in range(_BACKLOG_PASSES):
+            self._memory.zero_()
+        busy = device_clock(case)
+        return device_clock(case) | {"busy_seconds": busy["seconds"]}
 
 
 def _paired(numerators: tuple[float, ...], denominators: tuple[float, ...]) -> float:

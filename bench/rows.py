@@ -107,9 +107,9 @@ def _measure(shape: Rows, rounds: int, warm_ups: int, device: torch.device) -> d
     for turn in range(-warm_ups, rounds):
         for name in reversed(cases) if turn % 2 else cases:
             buffer.copy_(source)  # in place means the logits are gone after each case
-            (seconds,) = device_clock(cases[name][1])
+            sample = device_clock(cases[name][1])
             if turn >= 0:
-                samples[name].append(seconds)
+                samples[name].append(sample["seconds"])
     return {name: (size, tuple(samples[name])) for name, (size, _) in cases.items()}
 
 

@@ -32,7 +32,7 @@ from fastgrpo.checks import (
 )
 from fastgrpo.chunking import CUDA_ROWS, ChunkPlan
 from fastgrpo.kernels.reference import HeadCall, Transform, Use
-from fastgrpo.kernels.rows import cut_lists
+from fastgrpo.kernels.rows import NoLists
 from fastgrpo.kernels.select import has_row_kernels, head_kernels
 from fastgrpo.objective import (
     GRPOStats,
@@ -50,7 +50,7 @@ from fastgrpo.ops import (
     run_linear_logprob,
     skips_zero_advantages,
 )
-from fastgrpo.row_local import RowInputs, row_inputs, row_stats
+from fastgrpo.row_local import row_inputs, row_stats
 
 _LEAST_FLOAT32 = torch.finfo(torch.float32).tiny
 # A logit over a larger one loses digits, or is 0.
@@ -344,6 +344,7 @@ def _row_local_loss(
     chunk_rows: int,
     rows: Tensor | None = None,
     others: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, LogProbs]:
     loss, logprobs, entropy, *_ = run_linear_grpo(
         hidden,
@@ -370,6 +371,7 @@ def _row_local_loss(
         head.need_bias,
         rows,
         others,
+        counts,
     )
     return loss, LogProbs(logprobs.detach(), entropy.detach())
 
@@ -394,33 +396,23 @@ def _row_local_on_device(
         objective, segments, targets, head.weight.shape[0], loss_mask, advantages, sampler_ratio, by_advantage
     )
     chunk_rows = _chunk_rows(plan, hidden, head, Use.OBJECTIVE, True, bonus)
-    rows, others = _computed_rows(inputs, hidden.shape[0])
     terms = inputs.terms
     if old_logprobs is not None:
         terms = terms._replace(old_logprobs=old_logprobs.float())
     if ref_logprobs is not None:
         terms = terms._replace(ref_logprobs=ref_logprobs.float())
-    loss, (logprobs, entropy) = _row_local_loss(
-        hidden, inputs.targets, head, objective, terms, chunk_rows, rows, others
-    )
-    return loss, row_stats(objective, segments, inputs, terms, advantages, logprobs, entropy)
-
-
-def _computed_rows(inputs: RowInputs, count: int) -> tuple[Tensor | None, Tensor | None]:
-    """`rows` and `others` of `fastgrpo::linear_grpo`; raises `ValueError` where the sequences do not fit."""
-    rows = others = None
+    listed = inputs.wanted, inputs.others, inputs.counts
     if torch.compiler.is_compiling():
         # Lists of another length would be traced anew; the op finds them itself.
-        fits = inputs.sizes[4].item()
-    else:
-        # One wait for both: whether the sequences fit, and how many rows there are.
-        counts = inputs.counts.item()
-        fits = counts >= 0
-        if fits:
-            rows, others = cut_lists(inputs.wanted, inputs.others, counts)
-    if not fits:
-        _require_segments(count, *inputs.sizes[:4].tolist())
-    return rows, others
+        listed = ()
+        if not inputs.sizes[4].item():
+            _require_segments(hidden.shape[0], *inputs.sizes[:4].tolist())
+    try:
+        loss, (logprobs, entropy) = _row_local_loss(hidden, inputs.targets, head, objective, terms, chunk_rows, *listed)
+    except NoLists:
+        _require_segments(hidden.shape[0], *inputs.sizes[:4].tolist())
+        raise
+    return loss, row_stats(objective, segments, inputs, terms, advantages, logprobs, entropy)
 
 
 def _check_segments(segments: Tensor, hidden: Tensor) -> int:

@@ -26,6 +26,7 @@ from fastgrpo.kernels.reference import (
     Transform,
     Use,
 )
+from fastgrpo.kernels.rows import cut_lists
 from fastgrpo.kernels.select import head_kernels
 from fastgrpo.objective import LOSS_TYPES, Objective, token_grad, token_terms
 
@@ -358,6 +359,7 @@ def linear_grpo_op(
     need_bias: bool,
     rows: Tensor | None = None,
     others: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """
     The loss of a row-local objective and all its gradients in one pass over the logits, nothing recomputed.
@@ -372,6 +374,7 @@ def linear_grpo_op(
         need_hidden, need_weight, need_bias: which gradients to compute.
         rows, others: `[R]`, `[S]` int64, ascending: which rows have a gradient where any is wanted, and which others count,
             where a caller knows (see `skips_zero_advantages`); None: they are found here.
+        counts: `[1]` int64, how much of `rows` and `others` counts, as a kernel left it (see `cut_lists`); None: all.
 
     Returns:
         loss (0-d), logprobs `[N]`, entropy `[N]`, and d loss / d hidden, weight, bias, all in fp32 (fp64); empty where
@@ -380,7 +383,7 @@ def linear_grpo_op(
     loss, statistics, gradients = _one_pass(
         hidden, weight, targets, bias, advantages, old_logprobs, ref_logprobs, multiplier, phi, token_weights,
         entropy_weights, temperature, logit_scale, softcap, chunk_rows, compute_dtype, loss_type, constants, with_entropy,
-        need_hidden, need_weight, need_bias, rows, others,
+        need_hidden, need_weight, need_bias, rows, others, counts,
     )  # fmt: skip
     return loss, statistics.logprobs, statistics.entropy, *gradients.result()
 
@@ -390,7 +393,7 @@ def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
     (
         hidden, weight, targets, bias, advantages, old_logprobs, ref_logprobs, multiplier, phi, token_weights,
         entropy_weights, temperature, logit_scale, softcap, chunk_rows, compute_dtype, loss_type, constants, with_entropy,
-        need_hidden, need_weight, need_bias, rows, others,
+        need_hidden, need_weight, need_bias, rows, others, counts,
     ) = inputs  # fmt: skip
     transform = Transform(temperature, logit_scale, softcap)
     dtype = accumulation_dtype(compute_dtype)
@@ -422,13 +425,16 @@ def _one_pass(*inputs) -> tuple[Tensor, _Statistics, _HeadGradients]:
 
     kernels = head_kernels(hidden.device, compute_dtype)
     with_grad = need_hidden or need_weight or need_bias
-    if (rows is None) != (others is None):
-        raise ValueError("rows and others go together; give both, or neither.")
+    if (rows is None) != (others is None) or (rows is None and counts is not None):
+        raise ValueError("rows and others go together, and counts with them; give both, or none.")
     if rows is None:
         objective = _known_objective(loss_type, *constants)
         by_advantage = with_grad and skips_zero_advantages(objective, entropy_weights is not None)
         coefficients = advantages if by_advantage else None
         rows, others = kernels.computed_rows(targets, weight.shape[0], coefficients, None, partition=True)
+    elif counts is not None:
+        # As late as it can be: the device may still be at what came before the head.
+        rows, others = cut_lists(rows, others, counts.item())
     if not with_grad:
         # Statistics are enough.
         rows, others = others, rows
@@ -495,6 +501,7 @@ def _(
     need_bias,
     rows=None,
     others=None,
+    counts=None,
 ):
     dtype = accumulation_dtype(compute_dtype)
     count = hidden.shape[0]
@@ -509,7 +516,7 @@ def _(
 
 
 def _grpo_context(ctx, inputs, output) -> None:
-    ctx.needs = inputs[-5:-2]
+    ctx.needs = inputs[-6:-3]
     ctx.inputs = len(inputs)
     ctx.dtypes = [None if x is None else x.dtype for x in (inputs[0], inputs[1], inputs[3])]
     ctx.set_materialize_grads(False)

@@ -634,8 +634,9 @@ def test_the_one_pass_op_passes_opcheck(loss_type, trains):
     targets = torch.randint(-1, vocabulary, (count,))
     per_row = [torch.rand(count) for _ in range(7)]
     constants = ops.objective_constants(objective(loss_type, beta=0.04, delta=4.0))
-    lists = (), ((targets >= 0).nonzero().squeeze(1), torch.empty(0, dtype=torch.long))
-    for rows_and_others in lists:
+    found = (targets >= 0).nonzero().squeeze(1)
+    lists = (found, torch.empty(0, dtype=torch.long))
+    for rows_and_others in ((), lists, (*lists, torch.tensor([len(found)]))):
         torch.library.opcheck(
             ops.linear_grpo_op,
             (
@@ -653,10 +654,18 @@ def test_the_one_pass_op_takes_the_rows_it_would_find(needs):
     options = 1.0, 1.0, None, 2, torch.float32, "grpo", ops.objective_constants(objective("grpo")), True, *needs
     found = ops.linear_grpo_op(*head, *options)
     wanted, others = ([0, 3], [2, 4]) if any(needs) else ([0, 2, 3, 4], [])
-    given = ops.linear_grpo_op(*head, *options, torch.tensor(wanted), torch.tensor(others, dtype=torch.long))
+    lists = torch.tensor(wanted), torch.tensor(others, dtype=torch.long)
+    given = ops.linear_grpo_op(*head, *options, *lists)
     assert found[0] != 0 and all(map(torch.equal, found, given))
-    with pytest.raises(ValueError, match="rows and others go together"):
-        ops.linear_grpo_op(*head, *options, torch.tensor(wanted))
+    # As a kernel leaves them: what is behind the end of a list was never written.
+    uncut = (torch.nn.functional.pad(x, (0, 6 - len(x)), value=1 << 40) for x in lists)
+    counts = torch.tensor([len(wanted) | len(others) << 32])
+    assert all(map(torch.equal, found, ops.linear_grpo_op(*head, *options, *uncut, counts)))
+    for missing in ((lists[0],), (None, None, counts)):
+        with pytest.raises(ValueError, match="rows and others go together"):
+            ops.linear_grpo_op(*head, *options, *missing)
+    with pytest.raises(ValueError, match="segments do not cover the rows"):
+        ops.linear_grpo_op(*head, *options, *lists, torch.tensor([-1]))
 
 
 def test_the_objective_survives_the_way_through_the_op():

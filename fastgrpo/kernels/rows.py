@@ -79,12 +79,18 @@ def pitch_of(vocabulary: int) -> int:
     return -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
 
 
+class NoLists(ValueError):
+    """Which rows a call computes is not known, for its sequences are not those of its rows."""
+
+
 def cut_lists(wanted: Tensor, others: Tensor | None, counts: int) -> tuple[Tensor, Tensor | None]:
     """
     Lists of rows to the lengths that the compaction's kernel packed into a number, see csrc/cuda/compact.h.
 
-    Other rows are counted whether they are listed or not.
+    Other rows are counted whether they are listed or not. Raises `NoLists` where the kernel made none.
     """
+    if counts < 0:
+        raise NoLists("segments do not cover the rows, so that nothing is known of what each counts.")
     other_count, wanted_count = divmod(counts, 1 << 32)
     return wanted.narrow(0, 0, wanted_count), None if others is None else others.narrow(0, 0, other_count)
 

@@ -72,7 +72,8 @@ def test_the_one_pass_op_passes_opcheck(width, vocabulary, with_bias, trains, dt
     *per_row, entropy_weights = (torch.rand(7, device=DEVICE) for _ in range(7))
     constants = ops.objective_constants(objective(loss_type, beta=0.04, delta=4.0))
     counted = (targets >= 0) & (targets < vocabulary)
-    for rows_and_others in ((), (counted.nonzero().squeeze(1), targets.new_empty(0))):
+    lists = (counted.nonzero().squeeze(1), targets.new_empty(0))
+    for rows_and_others in ((), lists, (*lists, counted.sum().reshape(1))):
         torch.library.opcheck(
             ops.linear_grpo_op,
             (
