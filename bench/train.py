@@ -33,7 +33,16 @@ from bench.workloads import QUICK, QWEN3_512, Workload
 _COMPARED = ("loss", "reward", "reward_std", "grad_norm", "entropy", "kl", "clip_ratio/region_mean")
 # All that torch chooses from, without CUDNN_ATTENTION.
 _REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_COLUMNS = ("", "step s", "generation s", "rest s", "rest / ours", "peak MiB beside the model", "first step as stock's")
+_COLUMNS = (
+    "",
+    "step s",
+    "generation s",
+    "rest s",
+    "rest / ours",
+    "peak MiB",
+    "beside the model",
+    "first step as stock's",
+)
 
 TRAINED = replace(QWEN3_512, name="Qwen3-1.7B", completion_median=100, completion_max=256)
 QUICK_TRAINED = replace(QUICK, completion_max=24)
@@ -54,6 +63,8 @@ class Training:
     """How a head that trains got its loss, `fastgrpo.backends()["trainer loss"]`; None where it is TRL's or none trains."""
     peak_mib: float | None = None
     """Beside the model and what was there before; None on a CPU."""
+    model_mib: float | None = None
+    """What was there before: the model, in float32 where it trains."""
 
     @property
     def rest_seconds(self) -> list[float]:
@@ -163,6 +174,7 @@ def train_once(
             result.loss_backend = entry.implementation + (f": {entry.reason}" if entry.reason else "")
         if device.type == "cuda":
             result.peak_mib = (torch.cuda.max_memory_allocated(device) - before) / MIB
+            result.model_mib = before / MIB
         result.history = [dict(entry) for entry in trainer.state.log_history]
         del trainer
     gc.collect()
@@ -264,6 +276,7 @@ def _cells(lines: list[dict[str, Any]]) -> Iterator[list[str]]:
                 f"{statistics.median(line['generation_seconds'][1:]):.2f}",
                 f"{line['rest_seconds']:.2f}",
                 f"{line['rest_over_fastgrpo']:.2f}",
+                "" if line["peak_mib"] is None else f"{line['model_mib'] + line['peak_mib']:.0f}",
                 "" if line["peak_mib"] is None else f"{line['peak_mib']:.0f}",
                 "" if line is stock else _agreement(stock, patched),
             ]
