@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench import report
-from bench.measure import MIB, BusyDeviceClock, Timing, extra_peak_bytes, interleave
+from bench.measure import MIB, BusyDeviceClock, Timing, device_clock, extra_peak_bytes, interleave
 from bench.peers import (
     OURS,
     OURS_IN_ONE_PASS,
@@ -212,8 +212,8 @@ def _measure(
                 line["note"] = f"fails: {type(error).__name__}: {error}".splitlines()[0][:120]
                 continue
             cases[peer.name] = lambda peer=peer: peer.run(problem, task)
-    clock = BusyDeviceClock(device) if device.type == "cuda" else None
-    timings = interleave(cases, rounds, warm_ups, device, clock)
+    clocks = (device_clock, BusyDeviceClock(device)) if device.type == "cuda" else None
+    timings = interleave(cases, rounds, warm_ups, device, clocks)
     for name, timing in timings.items():
         lines[name] |= {
             "seconds": timing.seconds,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +29,7 @@ class Timing:
     Attributes:
         seconds: wall clock; on CUDA between two device events.
         cpu_seconds: processor time of all threads, which other programs on the machine change far less; empty on CUDA.
-        busy_seconds: of `BusyDeviceClock`, behind other work; else empty.
+        busy_seconds: of `BusyDeviceClock`; empty without it.
     """
 
     seconds: tuple[float, ...]
@@ -60,32 +62,32 @@ def interleave(
     rounds: int,
     warm_ups: int,
     device: torch.device,
-    clock: Callable[[Case], Sample] | None = None,
+    clocks: Sequence[Callable[[Case], Sample]] | None = None,
 ) -> dict[str, Timing]:
     """
-    Times every case once a round, so that all of them meet the same state of the machine.
+    Times every case once a round and clock, so that all of them meet the same state of the machine.
 
     Args:
         cases: name -> callable.
-        rounds: times that count; every second round goes through the cases backwards.
+        rounds: times that count; every second round goes through the cases backwards, once with each clock.
         warm_ups: rounds before, not counted.
         device: where the work runs.
-        clock: what times a call; None = device events on CUDA, else wall clock and processor time.
+        clocks: what times a call; None = device events on CUDA, else wall clock and processor time.
 
     Returns:
         Name -> Timing.
     """
-    samples: dict[str, list[Sample]] = {name: [] for name in cases}
-    if clock is None:
-        clock = device_clock if device.type == "cuda" else _host_clock
+    if clocks is None:
+        clocks = (device_clock if device.type == "cuda" else _host_clock,)
+    samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in cases}
     for turn in range(-warm_ups, rounds):
-        for name in reversed(cases) if turn % 2 else cases:
+        for clock, name in itertools.product(clocks, reversed(cases) if turn % 2 else cases):
             sample = clock(cases[name])
             if turn >= 0:
-                samples[name].append(sample)
+                for field, value in sample.items():
+                    samples[name][field].append(value)
     return {
-        name: Timing(**{field: tuple(sample[field] for sample in values) for field in values[0]})
-        for name, values in samples.items()
+        name: Timing(**{field: tuple(values) for field, values in sample.items()}) for name, sample in samples.items()
     }
 
 
@@ -133,10 +135,10 @@ def device_clock(case: Case) -> Sample:
 
 class BusyDeviceClock:
     """
-    `device_clock` of a call twice: from an idle device, and behind other work of the device, as in a training step.
+    `device_clock` of a call that begins behind other work of the device, as in a training step.
 
-    What the host does before a call's first launch is time of the device's in the first; in the second only what follows a
-    wait for the device is. The other work writes memory, so that the L2 cache holds nothing of the call's.
+    What the host does before a call's first launch takes none of the device's time then; what it does after a wait for the
+    device takes all of it. The other work writes memory, so that the L2 cache holds nothing of the call's.
 
     Args:
         device: a CUDA device.
@@ -148,8 +150,7 @@ class BusyDeviceClock:
     def __call__(self, case: Case) -> Sample:
         for _ in range(_BACKLOG_PASSES):
             self._memory.zero_()
-        busy = device_clock(case)
-        return device_clock(case) | {"busy_seconds": busy["seconds"]}
+        return {"busy_seconds": device_clock(case)["seconds"]}
 
 
 def _paired(numerators: tuple[float, ...], denominators: tuple[float, ...]) -> float:

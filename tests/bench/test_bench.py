@@ -158,6 +158,25 @@ def test_interleaved_cases_meet_in_every_round() -> None:
     assert all(len(timing.seconds) == len(timing.cpu_seconds) == 3 for timing in timings.values())
 
 
+def test_every_clock_goes_through_all_cases_in_every_round() -> None:
+    order: list[str] = []
+
+    def clock(field: str):
+        def run(case):
+            case()
+            order.append(field)
+            return {field: float(len(order))}
+
+        return run
+
+    cases = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    timings = interleave(cases, 2, 0, CPU, [clock("seconds"), clock("busy_seconds")])
+    assert "".join(order[::2]) == "abab" + "baba"
+    assert order[1::2] == ["seconds", "seconds", "busy_seconds", "busy_seconds"] * 2
+    assert timings["a"].seconds == (2.0, 12.0) and timings["a"].busy_seconds == (6.0, 16.0)
+    assert timings["a"].busy_over(timings["b"]) == pytest.approx((6 / 8 + 16 / 14) / 2)
+
+
 def test_update_measures_stock_and_patched_on_the_same_gradients(tmp_path: Path) -> None:
     path = tmp_path / "update.json"
     assert main([*UPDATE, "--json", str(path)]) == 0

@@ -52,5 +52,5 @@ def test_the_toy_starts_as_stock_does(tmp_path, monkeypatch):
     runs = [read_run_log(tmp_path / name) for name in ("stock", "patched")]
     assert runs[0].evals[0] == pytest.approx(runs[1].evals[0])
     stock, patched = (record.steps[0] for record in runs)
-    for name, tolerance in (("reward", 0), ("reward_std", 0), ("loss", 1e-4), ("entropy", 1e-3), ("grad_norm", 2e-2)):
+    for name, tolerance in (("reward", 0), ("reward_std", 0), ("loss", 1e-4), ("entropy", 1e-2), ("grad_norm", 2e-2)):
         assert patched[name] == pytest.approx(stock[name], rel=tolerance, abs=1e-6), name
