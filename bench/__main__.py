@@ -49,7 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
 
         names = options.dtype or (["bfloat16"] if device.type == "cuda" else ["float32", "bfloat16"])
         dtypes = [getattr(torch, name) for name in names]
-        run = head.run(device, dtypes, rounds, warm_ups, options.quick, options.only, options.task, so_far)
+        run = head.run(
+            device, dtypes, rounds, warm_ups, options.quick, options.only, options.task, options.data, so_far
+        )
     elif options.bench == "rows":
         from bench import rows
 
@@ -150,6 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     head.add_argument("--only", nargs="+", metavar="TEXT", help="shapes whose name holds one of these")
     head.add_argument("--task", nargs="+", choices=["forward", "frozen", "trained", "entropy"], help="default: all")
+    head.add_argument(
+        "--data", choices=["mixed", "random", "peaked"], help="of every shape (default: as the shape says)"
+    )
     benches.add_parser("rows", parents=[common], help="the row kernels alone, against a copy (CUDA)")
     trained = argparse.ArgumentParser(add_help=False)
     trained.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="bfloat16 = autocast")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from bench.peers import (
 )
 
 FLOOR = "floor: products alone"
+DATA = {"mixed": (0.0, 16.0), "random": (0.0, 0.0), "peaked": (12.0, 24.0)}
+"""Data set -> least and largest push of a target's logit; `mixed` pushes half of the targets, `peaked` every one."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Shape:
         sequences, width: B, T of the padded micro-batch.
         masked: fraction of its positions that is not scored (prompt and padding); 0: all are.
         softcap: of the logits, or None.
+        data: a key of `DATA`.
     """
 
     name: str
@@ -48,6 +51,12 @@ class Shape:
     width: int
     masked: float = 0.4
     softcap: float | None = None
+    data: str = "mixed"
+
+    def of(self, data: str) -> Shape:
+        """The same with another data set, which its name tells unless it is `mixed`: ratios of two sets never meet."""
+        plain = self.name.removesuffix(f", {self.data}")
+        return replace(self, name=plain if data == "mixed" else f"{plain}, {data}", data=data)
 
 
 CPU_SHAPES = (
@@ -72,6 +81,10 @@ CUDA_SHAPES = (
     # Llama 3.2 with one word added to it.
     Shape("8192 x 2048 x 128257, odd V", hidden=2048, vocabulary=128257, sequences=8, width=1024, masked=0.0),
     Shape("Qwen3-1.7B, 40 % masked", hidden=2048, vocabulary=151936, sequences=16, width=1024),
+    *(
+        Shape("8192 x 4096 x 128256", hidden=4096, vocabulary=128256, sequences=8, width=1024, masked=0.0).of(data)
+        for data in ("random", "peaked")
+    ),
 )
 QUICK_SHAPES = (Shape("quick", hidden=64, vocabulary=1009, sequences=4, width=32),)
 _TITLES = {
@@ -103,6 +116,7 @@ def run(
     quick: bool,
     only: list[str] | None = None,
     tasks: list[str] | None = None,
+    data: str | None = None,
     so_far: Callable[[dict], None] = lambda run: None,
 ) -> dict[str, Any]:
     """
@@ -115,12 +129,16 @@ def run(
         quick: one tiny shape, to see that everything works.
         only: parts of the names of the shapes to run; None = all.
         tasks: names of tasks; None = all.
+        data: a key of `DATA`, for every shape; None = as each shape says.
         so_far: given what there is of the run after each table.
 
     Returns:
         The run, see `report.record`.
     """
     shapes = QUICK_SHAPES if quick else CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES
+    if data is not None:
+        # Shapes that differ in their data alone become one.
+        shapes = tuple(dict.fromkeys(shape.of(data) for shape in shapes))
     if only is not None:
         every, shapes = shapes, tuple(shape for shape in shapes if any(part in shape.name for part in only))
         if not shapes:
@@ -143,10 +161,10 @@ def run(
 
 def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Problem:
     """
-    Random hidden states over a padded micro-batch; logits spread by about 1.5, and half of the targets are likely ones.
+    Random hidden states over a padded micro-batch; logits spread by about 1.5, and the targets are as likely as `DATA` says.
 
     Args:
-        shape: sizes.
+        shape: sizes and data set.
         dtype: of hidden states and weight.
         device: where they live.
         seed: of the generator.
@@ -162,12 +180,13 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
     weight = normal(shape.vocabulary, shape.hidden) * 1.5 / shape.hidden**0.5
     hidden = normal(shape.sequences, shape.width, shape.hidden)
     targets = torch.randint(shape.vocabulary, hidden.shape[:2], generator=generator, device=device)
-    # A push along the target's row of the weight lifts its logit by up to 16, to a probability between 0 and 1.
-    push = (
-        torch.rand(hidden.shape[:2], generator=generator, device=device)
-        .mul_(16)
-        .where(normal(*hidden.shape[:2]) > 0, 0.0)
-    )
+    # A push along the target's row of the weight lifts its logit. Up to 16 lead to a probability between 0 and 1, 12 to 24
+    # to one that is mostly near 1, as a trained policy's is. Every set draws the same numbers.
+    least, largest = DATA[shape.data]
+    push = torch.rand(hidden.shape[:2], generator=generator, device=device).mul_(largest - least).add_(least)
+    half = normal(*hidden.shape[:2]) > 0
+    if shape.data == "mixed":
+        push = push.where(half, 0.0)
     direction = weight[targets]
     hidden += (push / direction.square().sum(-1)).unsqueeze(-1) * direction
     del direction

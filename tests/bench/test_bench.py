@@ -86,18 +86,53 @@ def test_a_regression_is_a_ratio_more_than_five_percent_up() -> None:
     assert regressions(run, stored) == (["a", "b", "c"], ["b"])
 
 
+@pytest.mark.parametrize("data", head.DATA)
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("peer", [peer.name for peer in peers(torch.float32) if not peer.missing])
-def test_adapters_agree_with_float64(peer: str, task: str) -> None:
+def test_adapters_agree_with_float64(peer: str, task: str, data: str) -> None:
     adapter = next(candidate for candidate in peers(torch.float32) if candidate.name == peer)
     if task not in adapter.tasks:
         pytest.skip(f"{peer} has no {task}")
-    problem = head.make_problem(head.QUICK_SHAPES[0], torch.float32, CPU)
+    problem = head.make_problem(head.QUICK_SHAPES[0].of(data), torch.float32, CPU)
     found = adapter.run(problem, task).at_rows(problem)
     for got, wanted in zip(found, truth(problem, task, block=16), strict=True):
         assert wanted is None or got is None or torch.allclose(got.double(), wanted, rtol=1e-4, atol=1e-5), (
             (got - wanted).abs().max()
         )
+
+
+def test_targets_are_as_likely_as_the_data_set_promises() -> None:
+    likely, inputs = {}, {}
+    for data in head.DATA:
+        problem = head.make_problem(head.CPU_SHAPES[1].of(data), torch.float32, CPU)
+        assert 1.4 < (problem.rows @ problem.weight.t()).std() < 2, data
+        likely[data] = truth(problem, "forward").logprobs.exp()
+        inputs[data] = problem
+    assert likely["random"].max() < 0.1 and likely["random"].median() < 1e-3
+    assert (likely["mixed"] < 1e-3).double().mean() > 0.5 and (likely["mixed"] > 0.5).double().mean() > 0.1
+    assert likely["peaked"].median() > 0.95 and (likely["peaked"] > 0.5).double().mean() > 0.95
+    assert likely["peaked"].log().mean() < -0.01
+    assert all(torch.equal(inputs["mixed"].targets, problem.targets) for problem in inputs.values())
+    assert all(torch.equal(inputs["mixed"].weight, problem.weight) for problem in inputs.values())
+
+
+def test_a_shape_with_another_data_set_has_another_name_and_no_double() -> None:
+    plain = head.CPU_SHAPES[1]
+    assert [plain.of(data).name for data in head.DATA] == ["odd V", "odd V, random", "odd V, peaked"]
+    assert plain.of("peaked").of("random") == plain.of("random") and plain.of("peaked").of("mixed") == plain
+    names = [shape.name for shape in head.CUDA_SHAPES]
+    assert len(set(names)) == len(names)
+    for data in ("random", "peaked"):
+        (shape,) = {shape.of(data) for shape in head.CUDA_SHAPES if shape.name.startswith("8192 x 4096 x 128256")}
+        assert shape in head.CUDA_SHAPES
+
+
+def test_every_shape_takes_the_data_set_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "head.json"
+    assert main([*HEAD, "--task", "forward", "--data", "peaked", "--json", str(path)]) == 0
+    run = json.loads(path.read_text())
+    assert [(shape["name"], shape["data"]) for shape in run["settings"]["shapes"]] == [("quick, peaked", "peaked")]
+    assert all(name.startswith("quick, peaked/float32/forward/") for name in run["ratios"])
 
 
 def test_problem_masks_the_fraction_it_promises() -> None:
