@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,11 @@ import torch
 
 from bench import report
 
+_SELECTING = ("only", "task", "dtype", "data", "train", "part")
+"""Options that choose what is measured; None where they are not given."""
+_TRAINED, _PARTS = ("lora", "full"), ("sync", "steps", "large", "sleep")
+_NAMED = 3
+
 
 def main(arguments: list[str] | None = None) -> int:
     """
@@ -23,7 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: as on the command line, without the program's name.
 
     Returns:
-        Exit status: 0, or 1 where `--compare` finds a ratio that got worse by more than 5 %, or 2 where it cannot compare.
+        Exit status: 0, or 1 where `--compare` finds a ratio that got worse by more than 5 %, is no number any more, or is not
+        measured although no option selects what is, or 2 where it cannot compare.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -40,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(options.device)
     if device.type == "cpu" and options.threads:
         torch.set_num_threads(options.threads)
+    trained = list(getattr(options, "train", None) or _TRAINED)
     rounds = options.rounds or (10 if device.type == "cuda" else 3)
     # On a CPU the calls that measure accuracy and memory are warm-up enough.
     warm_ups = 3 if device.type == "cuda" else 0
@@ -59,9 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.bench == "train":
         from bench import train
 
-        run = train.run(
-            device, options.precision, options.train, options.steps, options.quick, options.repeatable, so_far
-        )
+        run = train.run(device, options.precision, trained, options.steps, options.quick, options.repeatable, so_far)
     elif options.bench == "log":
         from bench import log
 
@@ -69,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.bench == "rollout":
         from bench import rollout
 
-        run = rollout.run(device, options.part, options.rounds or 5, options.steps, options.quick)
+        run = rollout.run(device, list(options.part or _PARTS), options.rounds or 5, options.steps, options.quick)
     elif options.bench == "host":
         from bench import host
 
@@ -82,13 +88,14 @@ def main(arguments: list[str] | None = None) -> int:
         from bench import update
 
         run = update.run(
-            device, options.precision, options.train, options.old_pass, rounds, options.quick, options.only, so_far
+            device, options.precision, trained, options.old_pass, rounds, options.quick, options.only, so_far
         )
     report.say(report.describe(run))
     if options.json:
         report.write(options.json, run)
         report.say(f"written to {options.json}")
-    return 0 if stored is None else _compare(run, stored)
+    selects = any(getattr(options, name, None) is not None for name in _SELECTING)
+    return 0 if stored is None else _compare(run, stored, selects)
 
 
 def _summarise(files: list[Path], stored: list[Path]) -> int:
@@ -101,18 +108,24 @@ def _summarise(files: list[Path], stored: list[Path]) -> int:
     return 2 if unreadable else 0
 
 
-def _compare(run: dict, stored: dict) -> int:
+def _compare(run: dict, stored: dict, selects: bool) -> int:
     common, worse = report.regressions(run, stored)
     for name in worse:
         before, now = stored["ratios"][name], run["ratios"][name]
-        report.say(f"worse by {now / before - 1:.0%}: {name}: {before:.3f} -> {now:.3f}")
+        change = "no number" if math.isnan(now) else f"worse by {now / before - 1:.0%}"
+        report.say(f"{change}: {name}: {before:.3f} -> {now:.3f}")
+    vanished = report.vanished(run, stored)
+    if vanished:
+        why = "" if selects else ", and no option leaves them out"
+        names = "; ".join(vanished[:_NAMED]) + "; ..." * (len(vanished) > _NAMED)
+        report.say(f"{len(vanished)} of {len(stored['ratios'])} stored ratios were not measured{why}: {names}")
     report.say(
         f"{len(worse)} of {len(common)} ratios are more than {report.TOLERANCE:.0%} worse than on {stored['date']}"
     )
     if not common:
         report.say("the stored run measured something else: other shapes, dtypes or options")
         return 2
-    return 1 if worse else 0
+    return 1 if worse or (vanished and not selects) else 0
 
 
 def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -140,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     common.add_argument("--json", type=Path, metavar="PATH", help="write the run as JSON")
     common.add_argument(
-        "--compare", type=Path, metavar="FILE", help="exit 1 where a ratio is over 5 %% worse than in FILE"
+        "--compare", type=Path, metavar="FILE", help="exit 1 where a ratio is over 5 %% worse than in FILE, or missing"
     )
 
     head = benches.add_parser("head", parents=[common], help="the head alone, against peers and the products it needs")
@@ -158,13 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     benches.add_parser("rows", parents=[common], help="the row kernels alone, against a copy (CUDA)")
     trained = argparse.ArgumentParser(add_help=False)
     trained.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="bfloat16 = autocast")
-    trained.add_argument("--train", nargs="+", default=["lora", "full"], choices=["lora", "full"])
+    trained.add_argument("--train", nargs="+", choices=_TRAINED, help="default: both")
     train = benches.add_parser("train", parents=[common, trained], help="GRPO steps with generation, stock and patched")
     train.add_argument("--steps", type=int, default=4, help="optimizer steps of each run (default: 4)")
     train.add_argument("--repeatable", action="store_true", help="without cuDNN's attention, which is not")
     rollout = benches.add_parser("rollout", parents=[common], help="weights to vLLM and whole steps, stock and patched")
-    parts = ["sync", "steps", "large", "sleep"]
-    rollout.add_argument("--part", nargs="+", default=parts, choices=parts, help="default: all")
+    rollout.add_argument("--part", nargs="+", choices=_PARTS, help="default: all")
     rollout.add_argument("--steps", type=int, default=3, help="optimizer steps of each run (default: 3)")
     log = benches.add_parser("log", parents=[common], help="what the run log costs of a step of the demo's toy (CPU)")
     log.add_argument("--steps", type=int, default=40, help="optimizer steps (default: 40)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 import shlex
@@ -102,16 +103,21 @@ def load(path: Path, kind: str) -> dict:
 
 def regressions(run: dict, stored: dict) -> tuple[list[str], list[str]]:
     """
-    Ratios that rose by more than 5 % over stored ones.
+    Ratios that rose by more than 5 % over stored ones, or are NaN where the stored one is a number.
 
     Args:
         run, stored: two runs of one kind.
 
     Returns:
-        The names of the ratios that both have, and those of them that rose.
+        The names of the ratios that both have, and those of them that got worse.
     """
     common = [name for name in run["ratios"] if name in stored["ratios"]]
-    return common, [name for name in common if run["ratios"][name] > stored["ratios"][name] * (1 + TOLERANCE)]
+    return common, [name for name in common if _is_worse(run["ratios"][name], stored["ratios"][name])]
+
+
+def vanished(run: dict, stored: dict) -> list[str]:
+    """The names of the stored ratios that a run has not measured."""
+    return [name for name in stored["ratios"] if name not in run["ratios"]]
 
 
 def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
@@ -136,8 +142,8 @@ def quiet() -> None:
 
 
 def say(text: str) -> None:
-    """Prints a line of text without markup."""
-    _console().print(text, markup=False, highlight=False)
+    """Prints a line of text without markup, as one line however long it is."""
+    _console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def describe(run: dict) -> str:
@@ -149,6 +155,11 @@ def describe(run: dict) -> str:
     head = "; ".join(f"head in {dtype}: {name}" for dtype, name in machine.get("head", {}).items())
     parts = f"{machine['name']}, {machine['threads']} threads{load}", packages, head, run["date"], run["command"]
     return "; ".join(part for part in parts if part)
+
+
+def _is_worse(now: float, before: float) -> bool:
+    # No comparison with NaN holds.
+    return not math.isnan(before) and not now <= before * (1 + TOLERANCE)
 
 
 def _console() -> Console:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from bench import head, train, update
 from bench.__main__ import main
 from bench.measure import MIB, extra_peak_bytes, interleave
 from bench.peers import TASKS, peers, truth
-from bench.report import regressions
+from bench.report import regressions, vanished
 from bench.workloads import QUICK, QUICK_VISION
 
 CPU = torch.device("cpu")
@@ -84,6 +85,67 @@ def test_a_regression_is_a_ratio_more_than_five_percent_up() -> None:
     stored = {"ratios": {"a": 1.0, "b": 1.0, "c": 1.0, "gone": 1.0}}
     run = {"ratios": {"a": 1.04, "b": 1.06, "c": 0.5, "new": 9.0}}
     assert regressions(run, stored) == (["a", "b", "c"], ["b"])
+    assert vanished(run, stored) == ["gone"]
+
+
+def test_a_ratio_that_is_no_number_any_more_is_a_regression() -> None:
+    stored = {"ratios": {"lost": 1.0, "never": math.nan, "found": math.nan, "infinite": 1.0}}
+    run = {"ratios": {"lost": math.nan, "never": math.nan, "found": 1.0, "infinite": math.inf}}
+    assert regressions(run, stored)[1] == ["lost", "infinite"]
+
+
+def test_compare_names_a_ratio_that_is_no_number_any_more(
+    head_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = json.loads(head_run.read_text())
+    first = next(iter(run["ratios"]))
+    monkeypatch.setattr(head, "run", lambda *_: run | {"ratios": run["ratios"] | {first: math.nan}})
+    assert main([*HEAD, "--compare", str(head_run)]) == 1
+    assert f"no number: {first}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ([], 1),
+        (["--rounds", "1"], 1),
+        (["--dtype", "float32"], 0),
+        (["--only", "quick"], 0),
+        (["--task", "forward", "frozen"], 0),
+        (["--data", "mixed"], 0),
+    ],
+)
+def test_ratios_that_vanish_are_named_and_are_status_1_where_no_option_selects(
+    head_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, options: list[str], status: int
+) -> None:
+    run = json.loads(head_run.read_text())
+    monkeypatch.setattr(head, "run", lambda *_: run)
+    stored = tmp_path / "stored.json"
+    gone = {f"a shape of some length that is gone/float32/trained/time, number {number}": 1.0 for number in range(5)}
+    stored.write_text(json.dumps(run | {"ratios": run["ratios"] | gone}))
+    assert main(["head", "--device", "cpu", "--quick", "--threads", "1", *options, "--compare", str(stored)]) == status
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "were not measured" in line]
+    first, second, third, *_ = gone
+    assert line.startswith(f"5 of {len(run['ratios']) + 5} stored ratios were not measured")
+    assert line.endswith(f": {first}; {second}; {third}; ...")
+    assert ("no option leaves them out" in line) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("bench", "options", "status"),
+    [(train, [], 1), (train, ["--train", "lora"], 0), (update, [], 1), (update, ["--train", "lora", "full"], 0)],
+)
+def test_what_trains_is_a_selection_only_where_it_is_given(
+    bench, options: list[str], status: int, head_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = bench.__name__.removeprefix("bench.")
+    run = json.loads(head_run.read_text()) | {"kind": kind, "ratios": {"a": 1.0}}
+    asked: list = []
+    monkeypatch.setattr(bench, "run", lambda *given: asked.append(given) or run)
+    stored = tmp_path / "stored.json"
+    stored.write_text(json.dumps(run | {"ratios": {"a": 1.0, "gone": 1.0}}))
+    assert main([kind, "--device", "cpu", "--quick", "--threads", "1", *options, "--compare", str(stored)]) == status
+    assert asked[0][2] == (options[1:] or ["lora", "full"])
 
 
 @pytest.mark.parametrize("data", head.DATA)
