@@ -277,10 +277,16 @@ def _ratios(key: str, lines: list[dict[str, Any]]) -> dict[str, float]:
     for name in (OURS, OURS_IN_ONE_PASS, OURS_IN_SMALL_CHUNKS):
         if name in by_peer and by_peer[name]["busy_time_over_floor"] is not None:
             ratios[f"{key}/time, device busy before: {name} over floor"] = by_peer[name]["busy_time_over_floor"]
-    # It takes rows, so TRL's time is the one on rows.
-    if OURS_IN_ONE_PASS in by_peer and "seconds" in by_peer[TRL_ROWS]:
-        in_one_pass, trl = (by_peer[name]["time_over_fastgrpo"] for name in (OURS_IN_ONE_PASS, TRL_ROWS))
-        ratios[f"{key}/time: {OURS_IN_ONE_PASS} over {TRL_ROWS}"] = in_one_pass / trl
+    trl = by_peer[TRL_ROWS]
+    if "seconds" not in trl:
+        return ratios
+    # The one pass takes rows, so TRL's numbers are those on rows.
+    if OURS_IN_ONE_PASS in by_peer:
+        in_one_pass = by_peer[OURS_IN_ONE_PASS]["time_over_fastgrpo"]
+        ratios[f"{key}/time: {OURS_IN_ONE_PASS} over {TRL_ROWS}"] = in_one_pass / trl["time_over_fastgrpo"]
+    for name in (OURS_IN_ONE_PASS, OURS_IN_SMALL_CHUNKS):
+        if name in by_peer:
+            ratios[f"{key}/memory: {name} over {TRL_ROWS}"] = by_peer[name]["extra_mib"] / trl["extra_mib"]
     return ratios
 
 

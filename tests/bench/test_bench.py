@@ -41,7 +41,7 @@ def test_a_run_reads_back_with_what_a_number_needs_beside_it(head_run: Path) -> 
     assert run["command"].startswith("python -m bench") and run["date"].startswith("20")
     assert run["machine"]["name"] and run["machine"]["threads"] == 1
     assert run["versions"]["torch"] and run["versions"]["trl"]
-    assert len(run["ratios"]) == 4 * 5 + 2
+    assert len(run["ratios"]) == 4 * 5 + 3
     assert all(0 < ratio < float("inf") for ratio in run["ratios"].values()), run["ratios"]
 
 
@@ -146,6 +146,18 @@ def test_what_trains_is_a_selection_only_where_it_is_given(
     stored.write_text(json.dumps(run | {"ratios": {"a": 1.0, "gone": 1.0}}))
     assert main([kind, "--device", "cpu", "--quick", "--threads", "1", *options, "--compare", str(stored)]) == status
     assert asked[0][2] == (options[1:] or ["lora", "full"])
+
+
+def test_the_one_pass_and_small_chunks_have_ratios_of_memory() -> None:
+    names = (head.FLOOR, head.OURS, head.TRL_AS_CALLED, head.TRL_ROWS, head.OURS_IN_ONE_PASS, head.OURS_IN_SMALL_CHUNKS)
+    line = {"seconds": [1.0], "time_over_floor": 1.0, "busy_time_over_floor": None, "time_over_fastgrpo": 1.0}
+    lines = [line | {"peer": name, "extra_mib": 2.0**position} for position, name in enumerate(names)]
+    ratios = head._ratios("key", lines)
+    assert ratios[f"key/memory: {head.OURS_IN_ONE_PASS} over {head.TRL_ROWS}"] == 2.0
+    assert ratios[f"key/memory: {head.OURS_IN_SMALL_CHUNKS} over {head.TRL_ROWS}"] == 4.0
+    missing = {"peer": head.TRL_ROWS, "note": "not installed"}
+    without = head._ratios("key", [missing if line["peer"] == head.TRL_ROWS else line for line in lines])
+    assert not any(head.TRL_ROWS in name for name in without)
 
 
 @pytest.mark.parametrize("data", head.DATA)
