@@ -36,9 +36,9 @@ def _load(files: Sequence[Path], unreadable: list[str]) -> Iterator[dict]:
 
 
 def _table(run: dict, stored: dict | None) -> Iterator[str]:
-    yield f"### {run['kind']}\n"
+    yield f"### {run['kind']}{_mark(run)}\n"
     yield f"{report.describe(run)}\n"
-    yield "| ratio, lower is better | now |" + (f" {stored['date'][:10]} | change |" if stored else "")
+    yield "| ratio, lower is better | now |" + (f" {stored['date'][:10]}{_mark(stored)} | change |" if stored else "")
     yield "|---|---|" + ("---|---|" if stored else "")
     _, worse = report.regressions(run, stored) if stored else ([], [])
     for name, now in run["ratios"].items():
@@ -48,3 +48,7 @@ def _table(run: dict, stored: dict | None) -> Iterator[str]:
             mark = " **worse**" if name in worse else ""
             line += f" {then:.3f} | {now / then - 1:+.1%}{mark} |" if then else " | |"
         yield line
+
+
+def _mark(run: dict) -> str:
+    return ", unfinished" if run.get("unfinished") else ""

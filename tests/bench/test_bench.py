@@ -415,10 +415,23 @@ def test_a_summary_sets_a_run_beside_the_stored_one_and_marks_what_got_worse(
     (worse,) = [line for line in lines if "worse" in line]
     assert first in worse and "+50.0%" in worse
     assert sum(line.startswith("|") for line in lines) == 2 + len(run["ratios"])
+    assert "unfinished" not in "\n".join(lines)
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     assert main(["summary", str(broken)]) == 2
     assert str(broken) in capsys.readouterr().err
+
+
+def test_a_summary_says_which_run_is_not_finished(
+    head_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, cut_off = json.loads(head_run.read_text()), tmp_path / "cut-off.json"
+    cut_off.write_text(json.dumps(run | {"unfinished": True}))
+    assert main(["summary", str(cut_off), "--against", str(head_run)]) == 0
+    assert "### head, unfinished" in capsys.readouterr().out
+    assert main(["summary", str(head_run), "--against", str(cut_off)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "### head" in out and f"| ratio, lower is better | now | {run['date'][:10]}, unfinished | change |" in out
 
 
 def test_the_plan_is_set_beside_a_measured_update(tmp_path: Path) -> None:
