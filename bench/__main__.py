@@ -44,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         except (OSError, ValueError) as error:
             report.say(f"cannot compare with {options.compare}: {error}")
             return 2
+    # Before a build, a commit or --json changes what lies on the disk.
+    report.source()
     device = torch.device(options.device)
     if device.type == "cpu" and options.threads:
         torch.set_num_threads(options.threads)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastgrpo.kernels.backends import head_backend
+from fastgrpo.kernels.library import library_info
 
 SCHEMA = 1
 TOLERANCE = 0.05
@@ -36,6 +40,7 @@ _PACKAGES = (
     "unsloth_zoo",
     "cut-cross-entropy",
 )
+_GIT_SECONDS = 5
 
 
 def record(
@@ -59,12 +64,39 @@ def record(
         "kind": kind,
         "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **source(),
         "machine": _machine(device),
         "versions": {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()},
         "settings": settings,
         "ratios": ratios,
         "rows": rows,
     }
+
+
+@cache
+def source() -> dict[str, str | None]:
+    """
+    What is measured, as the first call in a process finds it.
+
+    Returns:
+        `commit`, see `commit`, and `library`: the first 16 hex digits of the sha256 of the file of the kernel library, or None.
+    """
+    return {"commit": commit(Path(__file__).parents[1]), "library": _library()}
+
+
+def commit(root: Path) -> str | None:
+    """The commit of the git checkout whose root this is, `-dirty` behind it where tracked files differ, or None."""
+    git = ["git", "--no-optional-locks", "-C", str(root)]
+    options = {"capture_output": True, "text": True, "check": True, "timeout": _GIT_SECONDS}
+    try:
+        top, head = subprocess.run([*git, "rev-parse", "--show-toplevel", "HEAD"], **options).stdout.splitlines()
+        # A folder without git may lie within a checkout of something else.
+        if not Path(top).samefile(root):
+            return None
+        changes = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], **options).stdout
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return f"{head}-dirty" if changes else head
 
 
 def keeper(path: Path | None) -> Callable[[dict], None]:
@@ -147,13 +179,21 @@ def say(text: str) -> None:
 
 
 def describe(run: dict) -> str:
-    """The line that belongs beside every number: machine, versions, load, date, command."""
+    """The line that belongs beside every number: machine, versions, load, commit, date, command."""
     machine, versions = run["machine"], run["versions"]
     packages = " ".join(f"{name} {versions[name]}" for name in _PACKAGES if versions[name])
     load = "" if machine["load"] is None else f", load {machine['load']:.1f} at the end"
-    # Runs that were stored before they said so have none.
+    # Runs that were stored before they said so have neither.
+    commit = f"commit {run['commit']}" if run.get("commit") else ""
     head = "; ".join(f"head in {dtype}: {name}" for dtype, name in machine.get("head", {}).items())
-    parts = f"{machine['name']}, {machine['threads']} threads{load}", packages, head, run["date"], run["command"]
+    parts = (
+        f"{machine['name']}, {machine['threads']} threads{load}",
+        packages,
+        head,
+        commit,
+        run["date"],
+        run["command"],
+    )
     return "; ".join(part for part in parts if part)
 
 
@@ -196,6 +236,14 @@ def _cpu_name() -> str:
         return name
     amx = ", AMX" if "amx_bf16" in fields.get("flags", "") else ""
     return f"{name} (family {fields['cpu family']} model {fields['model']}{amx})"
+
+
+def _library() -> str | None:
+    try:
+        path = library_info().path
+        return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None
 
 
 def _version(name: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -16,12 +17,13 @@ import pytest
 import torch
 
 import fastgrpo
-from bench import head, train, update
+from bench import head, report, train, update
 from bench.__main__ import main
 from bench.measure import MIB, extra_peak_bytes, interleave
 from bench.peers import TASKS, peers, truth
 from bench.report import regressions, vanished
 from bench.workloads import QUICK, QUICK_VISION
+from fastgrpo.kernels.library import LibraryInfo
 
 CPU = torch.device("cpu")
 HEAD = ["head", "--device", "cpu", "--quick", "--dtype", "float32", "--rounds", "1", "--threads", "1"]
@@ -41,8 +43,61 @@ def test_a_run_reads_back_with_what_a_number_needs_beside_it(head_run: Path) -> 
     assert run["command"].startswith("python -m bench") and run["date"].startswith("20")
     assert run["machine"]["name"] and run["machine"]["threads"] == 1
     assert run["versions"]["torch"] and run["versions"]["trl"]
+    assert {"commit", "library"} <= run.keys()
     assert len(run["ratios"]) == 4 * 5 + 3
     assert all(0 < ratio < float("inf") for ratio in run["ratios"].values()), run["ratios"]
+
+
+def test_the_commit_is_that_of_the_checkout_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, inner = tmp_path / "checkout", tmp_path / "checkout" / "copy"
+    inner.mkdir(parents=True)
+    (root / "tracked").write_text("as committed")
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=n", "-c", "user.email=n@n", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert report.commit(root) is None
+    git("init", "-q")
+    assert report.commit(root) is None, "nothing is committed"
+    git("add", "tracked")
+    git("commit", "-qm", "first")
+    head_of_it = git("rev-parse", "HEAD")
+    (root / "untracked").write_text("a run")
+    assert report.commit(root) == head_of_it
+    assert report.commit(inner) is None, "a copy within another checkout"
+    (root / "tracked").write_text("changed")
+    assert report.commit(root) == f"{head_of_it}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert report.commit(root) is None, "no git"
+
+
+def test_a_git_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "git"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(report, "_GIT_SECONDS", 0.2)
+    assert report.commit(tmp_path) is None
+
+
+def test_the_library_is_known_by_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "library.so"
+    file.write_bytes(b"code")
+    monkeypatch.setattr(report, "library_info", lambda: LibraryInfo(file))
+    assert report._library() == hashlib.sha256(b"code").hexdigest()[:16]
+    monkeypatch.setattr(report, "library_info", lambda: LibraryInfo(None, reason="none was built"))
+    assert report._library() is None
+    monkeypatch.setattr(report, "library_info", lambda: LibraryInfo(tmp_path / "gone.so"))
+    assert report._library() is None
+
+
+def test_the_line_beside_numbers_has_the_commit_where_there_is_one(head_run: Path) -> None:
+    run = json.loads(head_run.read_text())
+    assert "; commit 1234-dirty; " in report.describe(run | {"commit": "1234-dirty"})
+    assert "; commit " not in report.describe(run | {"commit": None})
+    del run["commit"], run["library"]
+    assert "; commit " not in report.describe(run), "stored before runs said so"
 
 
 def test_every_peer_is_a_line_with_numbers_or_a_reason(head_run: Path) -> None:
