@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,6 +137,7 @@ Score = Callable[[Tensor, Tensor, Tensor, str, float | None], tuple[Tensor, Tens
 def peers(dtype: torch.dtype, device: torch.device | None = None) -> list[Peer]:
     """All peers for inputs of a dtype on a device; `fastgrpo` and the two of TRL are always first."""
     trl_missing = _missing("trl.kernels.chunked_logprob", "trl")
+    cce_missing = _missing("cut_cross_entropy", "cut-cross-entropy")
     found = [
         Peer(OURS, _fastgrpo_head),
         Peer(TRL_AS_CALLED, _scorer(_trl, compact=False), missing=trl_missing),
@@ -145,7 +146,7 @@ def peers(dtype: torch.dtype, device: torch.device | None = None) -> list[Peer]:
     ]
     if device is not None and device.type == "cuda":
         small = partial(_fastgrpo_head, chunk_bytes=_SMALL_CHUNK)
-        found.append(Peer(OURS_IN_SMALL_CHUNKS, small, ("forward", "frozen")))
+        found.append(Peer(OURS_IN_SMALL_CHUNKS, small, ("forward", "frozen", "trained")))
     else:
         # On CUDA, float32 products are ten times slower than 16-bit ones.
         found.append(Peer("full logits, fp32", _scorer(_full_logits_fp32, compact=True)))
@@ -163,9 +164,16 @@ def peers(dtype: torch.dtype, device: torch.device | None = None) -> list[Peer]:
         ),
         Peer(
             "Cut Cross-Entropy",
-            _scorer(_cut_cross_entropy, compact=True),
+            _scorer(partial(_cut_cross_entropy, filter_eps=None), compact=True),
             ("forward", "frozen", "trained"),
-            _missing("cut_cross_entropy", "cut-cross-entropy"),
+            cce_missing,
+        ),
+        # As it is called by default: blocks of small gradients are left out. Without gradients there is nothing to leave out.
+        Peer(
+            "Cut Cross-Entropy, filtered",
+            _scorer(_cut_cross_entropy, compact=True),
+            ("frozen", "trained"),
+            cce_missing,
         ),
     ]
     return found
@@ -350,11 +358,11 @@ def _unsloth(
 
 
 def _cut_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, task: str, softcap: float | None
+    hidden: Tensor, weight: Tensor, targets: Tensor, task: str, softcap: float | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     from cut_cross_entropy import linear_cross_entropy
 
-    return -linear_cross_entropy(hidden, weight, targets, reduction="none", filter_eps=None, softcap=softcap), None
+    return -linear_cross_entropy(hidden, weight, targets, reduction="none", softcap=softcap, **options), None
 
 
 def _missing(module: str, distribution: str | None = None) -> str:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -228,6 +229,36 @@ def test_adapters_agree_with_float64(peer: str, task: str, data: str) -> None:
         assert wanted is None or got is None or torch.allclose(got.double(), wanted, rtol=1e-4, atol=1e-5), (
             (got - wanted).abs().max()
         )
+
+
+@pytest.mark.parametrize("task", ["forward", "frozen", "trained"])
+def test_small_chunks_agree_with_float64(task: str) -> None:
+    on_card = {peer.name: peer for peer in peers(torch.float32, torch.device("cuda"))}
+    small = on_card[head.OURS_IN_SMALL_CHUNKS]
+    assert task in small.tasks
+    problem = head.make_problem(head.QUICK_SHAPES[0], torch.float32, CPU)
+    found = small.run(problem, task).at_rows(problem)
+    for got, wanted in zip(found, truth(problem, task), strict=True):
+        assert (got is None) == (wanted is None)
+        assert wanted is None or torch.allclose(got.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_cut_cross_entropy_is_called_without_its_filter_and_with_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, asked = ModuleType("cut_cross_entropy"), []
+
+    def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **options: object):
+        asked.append(options)
+        return torch.nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="none")
+
+    module.linear_cross_entropy = linear_cross_entropy
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", module)
+    problem = head.make_problem(head.QUICK_SHAPES[0], torch.float32, CPU)
+    both = [peer for peer in peers(torch.float32) if peer.name.startswith("Cut Cross-Entropy")]
+    for peer in both:
+        assert peer.run(problem, "trained").grad_weight is not None
+    assert [peer.name for peer in both] == ["Cut Cross-Entropy", "Cut Cross-Entropy, filtered"]
+    common = {"reduction": "none", "softcap": None}
+    assert asked == [common | {"filter_eps": None}, common]
 
 
 def test_targets_are_as_likely_as_the_data_set_promises() -> None:
