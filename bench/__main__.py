@@ -125,7 +125,7 @@ def _compare(run: dict, stored: dict, selects: bool) -> int:
         f"{len(worse)} of {len(common)} ratios are more than {report.TOLERANCE:.0%} worse than on {stored['date']}"
     )
     if not common:
-        report.say("the stored run measured something else: other shapes, dtypes or options")
+        report.say("the stored run measured something else: other shapes, data, dtypes or options")
         return 2
     return 1 if worse or (vanished and not selects) else 0
 

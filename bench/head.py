@@ -155,6 +155,8 @@ def run(
                 ratios |= _ratios(f"{shape.name}/{dtype_name}/{task}", lines)
                 rows += [{"shape": shape.name, "dtype": dtype_name, "task": task, **line} for line in lines]
             report.table(_title(shape, problem, dtype_name), _COLUMNS, _cells(by_task))
+            for note in _notes(by_task):
+                report.say(note)
             so_far(report.record("head", device, settings, rows, ratios))
     return report.record("head", device, settings, rows, ratios)
 
@@ -295,17 +297,21 @@ def _title(shape: Shape, problem: Problem, dtype: str) -> str:
     return f"{shape.name}, H {shape.hidden}, V {shape.vocabulary}, {scored}, {dtype}"
 
 
+def _notes(by_task: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Why peers are not in the table, each reason once."""
+    notes = (f"{line['peer']}: {line['note']}" for lines in by_task.values() for line in lines if line["note"])
+    return list(dict.fromkeys(notes))
+
+
 def _cells(by_task: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
     def number(value: float | None, style: str) -> str:
         return "" if value is None else format(value, style)
 
-    missing = {}
     for task, lines in by_task.items():
         yield [_TITLES[task], *[""] * (len(_COLUMNS) - 1)]
         ours = next(line for line in lines if line["peer"] == OURS)
         for line in lines:
             if line["note"]:
-                missing[line["peer"]] = line["note"]
                 continue
             memory = line.get("extra_mib")
             yield [
@@ -322,5 +328,3 @@ def _cells(by_task: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
                 str(Timing(line["seconds"])),
             ]
         yield []
-    for peer, reason in missing.items():
-        yield [f"{peer}: {reason}", *[""] * (len(_COLUMNS) - 1)]

@@ -109,6 +109,13 @@ def test_every_peer_is_a_line_with_numbers_or_a_reason(head_run: Path) -> None:
         assert row["note"] or row["seconds"], row
 
 
+def test_a_peer_that_fails_at_one_task_is_noted_once_for_each_reason() -> None:
+    works, fails = {"peer": "p", "note": ""}, {"peer": "p", "note": "fails: ValueError"}
+    assert head._notes({"forward": [works], "frozen": [fails], "trained": [fails], "entropy": [works]}) == [
+        "p: fails: ValueError"
+    ]
+
+
 @pytest.mark.parametrize(("factor", "status"), [(1 / 1.04, 0), (1 / 1.06, 1), (1.06, 0)])
 def test_compare_tells_by_its_exit_status_whether_a_ratio_got_worse(
     head_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, status: int
