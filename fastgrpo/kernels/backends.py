@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from fastgrpo.kernels.driver import driver_name, why_driver_is_too_old
-from fastgrpo.kernels.library import library_info, row_is_read_once
-from fastgrpo.kernels.select import has_fused_head, pack_reason, why_reference
+from fastgrpo.kernels.library import LibraryInfo, library_info, row_is_read_once
+from fastgrpo.kernels.select import OPS_ARE_FOR_CUDA, has_fused_head, pack_reason, why_reference
 
 REFERENCE = "reference (torch ops)"
 KERNELS = "row kernels, torch.mm"
@@ -86,11 +86,10 @@ def backends() -> Backends:
     reason = pack_reason(device_type)
     for op in ("left_pack", "pack", "unpack"):
         entries[op] = Backend(REFERENCE if reason else "pack kernels", device_type, reason)
-    if device_type == "cuda":
-        entries["library"] = _library_backend()
-        if torch.version.hip is None:
-            old = why_driver_is_too_old(library_info().compiler)
-            entries["driver"] = Backend(driver_name(), torch.cuda.get_device_name(), old)
+    entries["library"] = _library_backend(device_type)
+    if device_type == "cuda" and torch.version.hip is None:
+        old = why_driver_is_too_old(library_info().compiler)
+        entries["driver"] = Backend(driver_name(), torch.cuda.get_device_name(), old)
     return Backends(entries | _notes)
 
 
@@ -124,8 +123,25 @@ def forget_backend(name: str) -> None:
     _notes.pop(name, None)
 
 
-def _library_backend() -> Backend:
-    info, device = library_info(), torch.cuda.get_device_name()
+def _library_backend(device_type: str) -> Backend:
+    device = torch.cuda.get_device_name() if device_type == "cuda" else device_type
+    try:
+        info = library_info()
+    except OSError as error:
+        return Backend("none", device, str(error))
     if info.path is None:
         return Backend("none", device, info.reason)
-    return Backend(f"{info.version}, {info.compiler}, for {' '.join(info.targets)}", device, "")
+    return Backend(
+        f"{info.version}, {info.compiler}, for {' '.join(info.targets)}", device, _why_idle(info, device_type)
+    )
+
+
+def _why_idle(info: LibraryInfo, device_type: str) -> str:
+    """Why a library that is loaded serves nothing; an old driver has a line of its own."""
+    if info.why_no_ops:
+        return info.why_no_ops
+    if device_type == "cuda":
+        return OPS_ARE_FOR_CUDA if torch.version.hip is not None else ""
+    if torch.version.cuda is None:
+        return "loaded, but this torch is built without CUDA"
+    return "loaded, but torch has no CUDA device"

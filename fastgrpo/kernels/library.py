@@ -27,6 +27,7 @@ OPS = (
 )
 """The library's ops, `torch.ops.fastgrpo.*`; each writes into tensors it is given and returns nothing."""
 NO_LIBRARY = "pure-Python wheel: built without a CUDA or HIP compiler"
+KERNELS_ALONE = "built by hipcc: the kernels alone, no ops for torch so far"
 _answers: dict[tuple[str | int, ...], bool] = {}
 _PACKAGED = Path(__file__).parents[1] / "_lib" / "libfastgrpo_kernels.so"
 
@@ -49,6 +50,11 @@ class LibraryInfo:
     compiler: str = ""
     targets: tuple[str, ...] = ()
     reason: str = ""
+
+    @property
+    def why_no_ops(self) -> str:
+        """Why `torch.ops.fastgrpo.*` are not there: no library, or one of hipcc; empty where they are."""
+        return self.reason or (KERNELS_ALONE if self.compiler.startswith("hipcc") else "")
 
 
 def library_info() -> LibraryInfo:

@@ -11,6 +11,8 @@ from fastgrpo.kernels.driver import why_driver_is_too_old
 from fastgrpo.kernels.fused_head import device_serves
 from fastgrpo.kernels.library import library_info
 
+OPS_ARE_FOR_CUDA = "the library's ops are built for CUDA only"
+
 
 def head_kernels(device: torch.device, compute_dtype: torch.dtype) -> ModuleType:
     """
@@ -54,6 +56,6 @@ def pack_reason(device_type: str) -> str:
 def why_no_library() -> str:
     """Why the library's ops do not serve CUDA tensors; empty where they do."""
     if torch.version.hip is not None:
-        return "the library's ops are built for CUDA only"
+        return OPS_ARE_FOR_CUDA
     info = library_info()
-    return info.reason or why_driver_is_too_old(info.compiler)
+    return info.why_no_ops or why_driver_is_too_old(info.compiler)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgrpo.kernels.library import FUSED_OPS, library_info, load_library
+from fastgrpo.kernels.library import FUSED_OPS, library_info
 
-pytestmark = pytest.mark.skipif(load_library() is None, reason=library_info().reason)
+pytestmark = pytest.mark.skipif(bool(library_info().why_no_ops), reason=library_info().why_no_ops)
 FP32, FP64, BF16, INT64 = torch.float32, torch.float64, torch.bfloat16, torch.int64
 HAS_DEVICE = torch.cuda.is_available()
 

@@ -12,11 +12,11 @@ import torch
 
 import fastgrpo
 from fastgrpo.kernels import cuda, reference
-from fastgrpo.kernels.library import OPS, library_info, load_library, row_is_read_once
+from fastgrpo.kernels.library import OPS, library_info, row_is_read_once
 from fastgrpo.kernels.select import head_kernels, why_reference
 
 CSRC = Path(__file__).parents[2] / "csrc"
-needs_library = pytest.mark.skipif(load_library() is None, reason=library_info().reason)
+needs_library = pytest.mark.skipif(bool(library_info().why_no_ops), reason=library_info().why_no_ops)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 

@@ -86,13 +86,14 @@ def check_kernels(case: Case) -> Iterator[Line]:
     except OSError as error:
         yield Line("kernels", "wrong", str(error), "unset the variable, or build the library: pip install .")
         return
-    served = {backend.implementation for backend in backends().values()}
+    served = {backend.implementation for name, backend in backends().items() if name not in ("library", "driver")}
     text = f"{', '.join(sorted(served))}"
     old = why_driver_is_too_old(info.compiler)
     if old and torch.cuda.is_available():
         yield Line("kernels", "hint", f"{text}; {old}", "results are the same, slower; update the driver")
     elif info.path is not None:
-        yield Line("kernels", "ok", f"{text}; library {info.version} for {', '.join(info.targets)}")
+        alone = f"; {info.why_no_ops}" if info.why_no_ops else ""
+        yield Line("kernels", "ok", f"{text}; library {info.version} for {', '.join(info.targets)}{alone}")
     elif torch.cuda.is_available():
         yield Line(
             "kernels",
