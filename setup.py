@@ -22,12 +22,20 @@ LIBRARY = "libfastgrpo_kernels.so"
 BUILDS = ("auto", "cuda", "hip", "python")
 PURE = "fastgrpo: no CUDA or HIP compiler found; building the pure-Python package (reference kernels)"
 PURE_ON_REQUEST = "fastgrpo: FASTGRPO_BUILD=python; building the pure-Python package (reference kernels)"
+KERNELS_ALONE = (
+    "fastgrpo: hipcc builds the kernels alone, and no ops for torch so far: torch ops will serve on AMD's cards"
+)
 
 
 def find_compiler(name: str, root_variables: tuple[str, ...]) -> str | None:
     """The compiler on PATH, or under a toolkit root that the environment names."""
     roots = [os.environ[variable] for variable in root_variables if os.environ.get(variable)]
     return shutil.which(name) or next(filter(None, (shutil.which(name, path=f"{root}/bin") for root in roots)), None)
+
+
+def find_nvcc() -> str | None:
+    """nvcc, by which the tests too decide whether there is one."""
+    return find_compiler("nvcc", ("CUDA_HOME", "CUDA_PATH"))
 
 
 def cuda_root(nvcc: str) -> Path:
@@ -60,7 +68,7 @@ def toolchain() -> tuple[list[str], dict[str, str]] | None:
     build = os.environ.get("FASTGRPO_BUILD") or "auto"
     if build not in BUILDS:
         raise SystemExit(f"fastgrpo: FASTGRPO_BUILD is {build!r}; choose one of {', '.join(BUILDS)}, or unset it.")
-    nvcc = find_compiler("nvcc", ("CUDA_HOME", "CUDA_PATH")) if build in ("auto", "cuda") else None
+    nvcc = find_nvcc() if build in ("auto", "cuda") else None
     if nvcc:
         root = cuda_root(nvcc)
         arguments = ["-DFASTGRPO_BACKEND=cuda", f"-DCMAKE_CUDA_COMPILER={root / 'bin' / 'nvcc'}"]
@@ -91,6 +99,8 @@ class BuildLibrary(build_ext):
         # --fresh: a second pip install in the same checkout finds the ninja of the first one's build environment gone.
         configure = ["cmake", "--fresh", "-S", ROOT, "-B", build, "-G", "Ninja", *arguments]
         configure += [f"-DFASTGRPO_VERSION={self.distribution.get_version()}", "-DCMAKE_BUILD_TYPE=Release"]
+        if "-DFASTGRPO_BACKEND=hip" in arguments:
+            print(KERNELS_ALONE)
         if "-DFASTGRPO_BACKEND=cuda" in arguments:
             configure.append(f"-DFASTGRPO_TORCH={torch_folder()}")
         install = ["cmake", "--install", build, "--prefix", target, "--strip"]

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from toolchain import nvcc, setup_names
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("CMakeLists.txt", "LICENSE", "MANIFEST.in", "README.md", "constraints.txt", "pyproject.toml", "setup.py")
@@ -127,6 +128,17 @@ def test_build_that_fails_with_a_compiler_present_is_an_error(checkout: Path, tm
     assert "CMake Error" in output
 
 
+def test_a_build_with_hipcc_says_that_it_makes_kernels_and_no_ops(checkout: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "rocm" / "bin" / "hipcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    path = os.pathsep.join([str(compiler.parent), build_tools()])
+    wheel, output = build(checkout, "build_wheel", path, FASTGRPO_BUILD="hip")
+    assert wheel is None and "CMake Error" in output
+    assert output.count(setup_names()["KERNELS_ALONE"]) == 1
+
+
 def test_python_build_is_pure_whatever_is_installed(checkout: Path, tmp_path: Path) -> None:
     toolkit = fake_nvcc(tmp_path / "toolkit" / "bin", f"{tmp_path}/toolkit")
     wheel, output = build(checkout, "build_wheel", str(toolkit), FASTGRPO_BUILD="python")
@@ -135,29 +147,38 @@ def test_python_build_is_pure_whatever_is_installed(checkout: Path, tmp_path: Pa
     assert "fastgrpo: FASTGRPO_BUILD=python; building the pure-Python package" in output
 
 
-def test_toolkit_root_comes_from_the_dryrun_of_a_wrapper_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("setuptools.setup", lambda **_: None)
-    monkeypatch.setenv("FASTGRPO_BUILD", "python")
-    setup_module = {"__file__": str(ROOT / "setup.py"), "__name__": "setup"}
-    exec(compile((ROOT / "setup.py").read_text(), "setup.py", "exec"), setup_module)
+def test_toolkit_root_comes_from_the_dryrun_of_a_wrapper_script(tmp_path: Path) -> None:
     toolkit = tmp_path / "toolkit-13.0"
     (toolkit / "bin").mkdir(parents=True)
     wrapper = fake_nvcc(tmp_path / "wrappers", f"{toolkit}/bin/..")
-    assert setup_module["cuda_root"](str(wrapper / "nvcc")) == toolkit
+    assert setup_names()["cuda_root"](str(wrapper / "nvcc")) == toolkit
+
+
+def test_the_tests_find_the_nvcc_of_a_build_and_with_expect_cuda_none_is_a_failure(
+    tmp_path: Path, no_compiler_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", no_compiler_path)
+    for variable in (*TOOLKIT_VARIABLES, "EXPECT"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(pytest.skip.Exception, match="no nvcc on PATH or under CUDA_HOME"):
+        nvcc()
+    monkeypatch.setenv("EXPECT", "cuda")
+    with pytest.raises(pytest.fail.Exception, match="no nvcc on PATH or under CUDA_HOME"):
+        nvcc()
+    toolkit = fake_nvcc(tmp_path / "toolkit" / "bin", f"{tmp_path}/toolkit/bin/..")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.parent))
+    assert nvcc() == str(toolkit / "nvcc")
 
 
 @pytest.mark.slow
 def test_with_nvcc_an_sdist_becomes_a_wheel_whose_library_loads_and_has_no_python_in_it(checkout: Path) -> None:
-    if shutil.which("nvcc") is None:
-        pytest.skip("no nvcc")
-    sdist, output = build(checkout, "build_sdist", build_tools(), FASTGRPO_BUILD="python")
+    path = f"{Path(nvcc()).parent}{os.pathsep}{build_tools()}"
+    sdist, output = build(checkout, "build_sdist", path, FASTGRPO_BUILD="python")
     assert sdist is not None, output
     with tarfile.open(sdist) as archive:
         archive.extractall(checkout / "unpacked", filter="data")
     (checkout,) = (checkout / "unpacked").iterdir()
-    wheel, output = build(checkout, "build_wheel", build_tools(), FASTGRPO_BUILD="cuda")
+    wheel, output = build(checkout, "build_wheel", path, FASTGRPO_BUILD="cuda")
     assert wheel is not None, output
     python, abi, platform = wheel.stem.split("-")[-3:]
     assert (python, abi) == ("py3", "none")
@@ -180,5 +201,5 @@ def test_with_nvcc_an_sdist_becomes_a_wheel_whose_library_loads_and_has_no_pytho
     # A second build in the same checkout, as pip does it: the tools of the first one's build environment are gone.
     (cache,) = checkout.glob("build/temp*/CMakeCache.txt")
     cache.write_text(re.sub(r"(CMAKE_MAKE_PROGRAM:FILEPATH=).*", r"\1/gone/bin/ninja", cache.read_text()))
-    again, output = build(checkout, "build_wheel", build_tools(), FASTGRPO_BUILD="cuda")
+    again, output = build(checkout, "build_wheel", path, FASTGRPO_BUILD="cuda")
     assert again is not None, output

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toolchain import nvcc
 
 import fastgrpo
 from fastgrpo.kernels import cuda, reference
@@ -118,9 +119,7 @@ def test_backends_name_the_reference_where_it_serves():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["row_streamed", "row_cluster"])
 def test_the_row_kernels_spill_no_register(name, tmp_path):
-    if shutil.which("nvcc") is None:
-        pytest.skip("no nvcc")
-    command = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-c"]
+    command = [nvcc(), "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-c"]
     done = subprocess.run(
         [*command, CSRC / "cuda" / f"{name}.cu", "-o", tmp_path / "kernel.o"],
         capture_output=True,
