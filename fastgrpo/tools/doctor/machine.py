@@ -86,7 +86,7 @@ def check_kernels(case: Case) -> Iterator[Line]:
     except OSError as error:
         yield Line("kernels", "wrong", str(error), "unset the variable, or build the library: pip install .")
         return
-    served = {backend.implementation for name, backend in backends().items() if name not in ("library", "driver")}
+    served = {backend.implementation for name, backend in backends().items() if name != "library"}
     text = f"{', '.join(sorted(served))}"
     old = why_driver_is_too_old(info.compiler)
     if old and torch.cuda.is_available():

@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,17 @@ def test_a_missing_library_on_a_gpu_and_one_that_is_named_but_not_there(monkeypa
     monkeypatch.setattr(machine, "library_info", missing)
     line = only(check_kernels(Case()))
     assert line.status == "wrong" and "no such file" in line.text
+
+
+def test_the_library_is_told_once_and_one_of_hipcc_with_what_it_lacks(monkeypatch):
+    info = LibraryInfo(Path("library.so"), "0.1.0", "hipcc, Clang 22.1.8", ("gfx90a", "gfx942"))
+    for module in ("fastgrpo.tools.doctor.machine", "fastgrpo.kernels.backends"):
+        monkeypatch.setattr(f"{module}.library_info", lambda: info)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    line = only(check_kernels(Case()))
+    library = "library 0.1.0 for gfx90a, gfx942; built by hipcc: the kernels alone, no ops for torch so far"
+    assert line.status == "ok" and line.text == f"reference (torch ops); {library}"
 
 
 def test_a_trl_out_of_range(monkeypatch):
