@@ -29,3 +29,14 @@ def test_links_lead_to_files(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_the_page_of_kernels_has_a_row_for_each():
+    folder = ROOT / "csrc"
+    source = "\n".join(path.read_text() for path in sorted((folder / "cuda").glob("*.cu")))
+    launched = re.findall(r"__global__ void (?:__\w+__\((?:[^()]|\([^()]*\))*\)\s*)*(\w+)\(", source)
+    assert len(launched) == source.count("__global__")
+    _, _, table = (folder / "README.md").read_text().partition("| kernel |")
+    rows = re.findall(r"^\| (`.*?) \|", table.partition("\n\n")[0], re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == set(launched)
