@@ -17,8 +17,8 @@ MIB = 1 << 20
 Case = Callable[[], object]
 Sample = dict[str, float]
 """Fields of a `Timing`, of one round."""
-# Enough to write for several ms, of any device that such a head is for.
-_BACKLOG_BYTES, _BACKLOG_PASSES = 256 * MIB, 48
+# 4 ms of an H200's, and more of any other's.
+_BACKLOG_SIDE, _BACKLOG_PRODUCTS = 4096, 20
 
 
 @dataclass(frozen=True)
@@ -138,18 +138,20 @@ class BusyDeviceClock:
     `device_clock` of a call that begins behind other work of the device, as in a training step.
 
     What the host does before a call's first launch takes none of the device's time then; what it does after a wait for the
-    device takes all of it. The other work writes memory, so that the L2 cache holds nothing of the call's.
+    device takes all of it. The other work is products of matrices, as those of the layers before a head: after work that takes
+    less power, a device at its limit of that would run the first ms of a call faster, and so short calls more than long ones.
 
     Args:
         device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(_BACKLOG_BYTES, dtype=torch.uint8, device=device)
+        self._factor = torch.randn(_BACKLOG_SIDE, _BACKLOG_SIDE, device=device, dtype=torch.bfloat16)
+        self._product = torch.empty_like(self._factor)
 
     def __call__(self, case: Case) -> Sample:
-        for _ in range(_BACKLOG_PASSES):
-            self._memory.zero_()
+        for _ in range(_BACKLOG_PRODUCTS):
+            torch.mm(self._factor, self._factor, out=self._product)
         return {"busy_seconds": device_clock(case)["seconds"]}
 
 
