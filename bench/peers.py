@@ -78,6 +78,11 @@ class Problem:
         return torch.nn.functional.pad(self.scored.sum(1).cumsum(0), (1, 0))
 
     @cached_property
+    def objective(self) -> fastgrpo.Objective:
+        """On-policy dapo of all scored rows; an input as the advantages are."""
+        return fastgrpo.Objective(loss_type="dapo", num_items_in_batch=float(self.rows.shape[0]))
+
+    @cached_property
     def shares(self) -> Tensor:
         """`[B T]`: `1 / N` where a position is scored, else 0."""
         return self.scored.flatten() / self.scored.sum()
@@ -296,10 +301,10 @@ def _fastgrpo(
 
 def _fastgrpo_loss(problem: Problem, task: str) -> Output:
     hidden, weight = problem.rows.detach().requires_grad_(), problem.weight.detach().requires_grad_()
-    objective = fastgrpo.Objective(loss_type="dapo", num_items_in_batch=float(hidden.shape[0]))
     loss, stats = fastgrpo.linear_grpo_loss(
-        hidden, weight, problem.row_targets, problem.segments, problem.advantages, objective, softcap=problem.softcap
-    )
+        hidden, weight, problem.row_targets, problem.segments, problem.advantages, problem.objective,
+        softcap=problem.softcap,
+    )  # fmt: skip
     loss.backward()
     return Output(stats.logprobs, hidden.grad, weight.grad)
 
