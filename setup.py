@@ -22,9 +22,7 @@ LIBRARY = "libfastgrpo_kernels.so"
 BUILDS = ("auto", "cuda", "hip", "python")
 PURE = "fastgrpo: no CUDA or HIP compiler found; building the pure-Python package (reference kernels)"
 PURE_ON_REQUEST = "fastgrpo: FASTGRPO_BUILD=python; building the pure-Python package (reference kernels)"
-KERNELS_ALONE = (
-    "fastgrpo: hipcc builds the kernels alone, and no ops for torch so far: torch ops will serve on AMD's cards"
-)
+NO_OPS = "fastgrpo: hipcc builds the kernels alone, and no ops for torch so far: torch ops will serve on AMD's cards"
 
 
 def find_compiler(name: str, root_variables: tuple[str, ...]) -> str | None:
@@ -34,7 +32,7 @@ def find_compiler(name: str, root_variables: tuple[str, ...]) -> str | None:
 
 
 def find_nvcc() -> str | None:
-    """nvcc, by which the tests too decide whether there is one."""
+    """The nvcc on PATH, or under CUDA_HOME or CUDA_PATH."""
     return find_compiler("nvcc", ("CUDA_HOME", "CUDA_PATH"))
 
 
@@ -100,7 +98,7 @@ class BuildLibrary(build_ext):
         configure = ["cmake", "--fresh", "-S", ROOT, "-B", build, "-G", "Ninja", *arguments]
         configure += [f"-DFASTGRPO_VERSION={self.distribution.get_version()}", "-DCMAKE_BUILD_TYPE=Release"]
         if "-DFASTGRPO_BACKEND=hip" in arguments:
-            print(KERNELS_ALONE)
+            print(NO_OPS)
         if "-DFASTGRPO_BACKEND=cuda" in arguments:
             configure.append(f"-DFASTGRPO_TORCH={torch_folder()}")
         install = ["cmake", "--install", build, "--prefix", target, "--strip"]

@@ -16,7 +16,7 @@ import torch
 from bench import report
 
 _SELECTING = ("only", "task", "dtype", "data", "train", "part")
-"""Options that choose what is measured; None where they are not given."""
+"""Options that choose what is measured; None where they are not given. Those that the stored run had too excuse nothing."""
 _TRAINED, _PARTS = ("lora", "full"), ("sync", "steps", "large", "sleep")
 _NAMED = 3
 
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         Exit status: 0, or 1 where `--compare` finds a ratio that got worse by more than 5 %, is no number any more, or is not
-        measured although no option selects what is, or 2 where it cannot compare.
+        measured although nothing chosen leaves it out, or 2 where it cannot compare.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -60,7 +60,16 @@ def main(arguments: list[str] | None = None) -> int:
         names = options.dtype or (["bfloat16"] if device.type == "cuda" else ["float32", "bfloat16"])
         dtypes = [getattr(torch, name) for name in names]
         run = head.run(
-            device, dtypes, rounds, warm_ups, options.quick, options.only, options.task, options.data, so_far
+            device,
+            dtypes,
+            rounds,
+            warm_ups,
+            options.quick,
+            options.only,
+            options.task,
+            options.data,
+            options.busy,
+            so_far,
         )
     elif options.bench == "rows":
         from bench import rows
@@ -96,8 +105,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         report.write(options.json, run)
         report.say(f"written to {options.json}")
+    if stored is None:
+        return 0
     selects = any(getattr(options, name, None) is not None for name in _SELECTING)
-    return 0 if stored is None else _compare(run, stored, selects)
+    return _compare(run, stored, selects and not report.same_settings(run, stored))
 
 
 def _summarise(files: list[Path], stored: list[Path]) -> int:
@@ -118,7 +129,7 @@ def _compare(run: dict, stored: dict, selects: bool) -> int:
         report.say(f"{change}: {name}: {before:.3f} -> {now:.3f}")
     vanished = report.vanished(run, stored)
     if vanished:
-        why = "" if selects else ", and no option leaves them out"
+        why = "" if selects else ", and nothing chosen leaves them out"
         names = "; ".join(vanished[:_NAMED]) + "; ..." * (len(vanished) > _NAMED)
         report.say(f"{len(vanished)} of {len(stored['ratios'])} stored ratios were not measured{why}: {names}")
     report.say(
@@ -170,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument(
         "--data", choices=["mixed", "random", "peaked"], help="of every shape (default: as the shape says)"
     )
+    head.add_argument("--busy", action="store_true", help="also behind other work of the device, as in a step (CUDA)")
     benches.add_parser("rows", parents=[common], help="the row kernels alone, against a copy (CUDA)")
     trained = argparse.ArgumentParser(add_help=False)
     trained.add_argument("--precision", default="float32", choices=["float32", "bfloat16"], help="bfloat16 = autocast")

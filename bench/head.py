@@ -117,6 +117,7 @@ def run(
     only: list[str] | None = None,
     tasks: list[str] | None = None,
     data: str | None = None,
+    busy: bool = False,
     so_far: Callable[[dict], None] = lambda run: None,
 ) -> dict[str, Any]:
     """
@@ -130,6 +131,7 @@ def run(
         only: parts of the names of the shapes to run; None = all.
         tasks: names of tasks; None = all.
         data: a key of `DATA`, for every shape; None = as each shape says.
+        busy: time every case behind other work of the device, too (CUDA).
         so_far: given what there is of the run after each table.
 
     Returns:
@@ -145,12 +147,13 @@ def run(
             raise SystemExit(f"no shape's name holds {' or '.join(only)}; they are {', '.join(s.name for s in every)}")
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
-    settings = {"shapes": [asdict(shape) for shape in shapes], "rounds": rounds, "warm_ups": warm_ups}
+    settings = {"shapes": [asdict(shape) for shape in shapes], "rounds": rounds, "warm_ups": warm_ups, "busy": busy}
+    settings |= {"tasks": list(tasks or TASKS), "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes]}
     for shape in shapes:
         for dtype in dtypes:
             problem = make_problem(shape, dtype, device)
             dtype_name = str(dtype).removeprefix("torch.")
-            by_task = {task: _measure(problem, task, dtype, rounds, warm_ups, device) for task in tasks or TASKS}
+            by_task = {task: _measure(problem, task, dtype, rounds, warm_ups, device, busy) for task in tasks or TASKS}
             for task, lines in by_task.items():
                 ratios |= _ratios(f"{shape.name}/{dtype_name}/{task}", lines)
                 rows += [{"shape": shape.name, "dtype": dtype_name, "task": task, **line} for line in lines]
@@ -211,7 +214,7 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def _measure(
-    problem: Problem, task: str, dtype: torch.dtype, rounds: int, warm_ups: int, device: torch.device
+    problem: Problem, task: str, dtype: torch.dtype, rounds: int, warm_ups: int, device: torch.device, busy: bool
 ) -> list[dict[str, Any]]:
     wanted = truth(problem, task)
     products = floor(problem)(task)
@@ -233,8 +236,7 @@ def _measure(
                 line["note"] = f"fails: {type(error).__name__}: {error}".splitlines()[0][:120]
                 continue
             cases[peer.name] = lambda peer=peer: peer.run(problem, task)
-    clocks = (device_clock, BusyDeviceClock(device)) if device.type == "cuda" else None
-    timings = interleave(cases, rounds, warm_ups, device, clocks)
+    timings = interleave(cases, rounds, warm_ups, device, (device_clock, BusyDeviceClock(device)) if busy else None)
     for name, timing in timings.items():
         lines[name] |= {
             "seconds": timing.seconds,
@@ -276,16 +278,13 @@ def _ratios(key: str, lines: list[dict[str, Any]]) -> dict[str, float]:
     for name in (OURS_IN_ONE_PASS, OURS_IN_SMALL_CHUNKS):
         if name in by_peer:
             ratios[f"{key}/time: {name} over floor"] = by_peer[name]["time_over_floor"]
-    for name in (OURS, OURS_IN_ONE_PASS, OURS_IN_SMALL_CHUNKS):
-        if name in by_peer and by_peer[name]["busy_time_over_floor"] is not None:
-            ratios[f"{key}/time, device busy before: {name} over floor"] = by_peer[name]["busy_time_over_floor"]
     trl = by_peer[TRL_ROWS]
     if "seconds" not in trl:
         return ratios
     # The one pass takes rows, so TRL's numbers are those on rows.
     if OURS_IN_ONE_PASS in by_peer:
-        in_one_pass = by_peer[OURS_IN_ONE_PASS]["time_over_fastgrpo"]
-        ratios[f"{key}/time: {OURS_IN_ONE_PASS} over {TRL_ROWS}"] = in_one_pass / trl["time_over_fastgrpo"]
+        in_one_pass = Timing(by_peer[OURS_IN_ONE_PASS]["seconds"]).over(Timing(trl["seconds"]))
+        ratios[f"{key}/time: {OURS_IN_ONE_PASS} over {TRL_ROWS}"] = in_one_pass
     for name in (OURS_IN_ONE_PASS, OURS_IN_SMALL_CHUNKS):
         if name in by_peer:
             ratios[f"{key}/memory: {name} over {TRL_ROWS}"] = by_peer[name]["extra_mib"] / trl["extra_mib"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -17,8 +18,8 @@ MIB = 1 << 20
 Case = Callable[[], object]
 Sample = dict[str, float]
 """Fields of a `Timing`, of one round."""
-# 4 ms of an H200's, and more of any other's.
-_BACKLOG_SIDE, _BACKLOG_PRODUCTS = 4096, 20
+# 20 ms of an H200's, and more of any other's: 4 did not bring it to the state that it keeps.
+_BACKLOG_SIDE, _BACKLOG_PRODUCTS = 4096, 100
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,17 @@ def interleave(
     clocks: Sequence[Callable[[Case], Sample]] | None = None,
 ) -> dict[str, Timing]:
     """
-    Times every case once a round and clock, so that all of them meet the same state of the machine.
+    Times every case once a round and clock, so that all of them meet the same states of the machine.
+
+    Each round has an order of its own: a device at its limit of power is as fast as what ran before lets it be, so that a case
+    which always follows the same other one would be measured with that one's heat.
 
     Args:
         cases: name -> callable.
-        rounds: times that count; every second round goes through the cases backwards, once with each clock.
+        rounds: times that count; each goes through the cases once with each clock. Their orders are the same in every run.
         warm_ups: rounds before, not counted.
         device: where the work runs.
-        clocks: what times a call; None = device events on CUDA, else wall clock and processor time.
+        clocks: what times a call, one of them its `seconds`; None = device events on CUDA, else wall clock and processor time.
 
     Returns:
         Name -> Timing.
@@ -80,8 +84,9 @@ def interleave(
     if clocks is None:
         clocks = (device_clock if device.type == "cuda" else _host_clock,)
     samples: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in cases}
+    orders = random.Random(0)
     for turn in range(-warm_ups, rounds):
-        for clock, name in itertools.product(clocks, reversed(cases) if turn % 2 else cases):
+        for clock, name in itertools.product(clocks, orders.sample(list(cases), len(cases))):
             sample = clock(cases[name])
             if turn >= 0:
                 for field, value in sample.items():

@@ -41,6 +41,7 @@ _PACKAGES = (
     "cut-cross-entropy",
 )
 _GIT_SECONDS = 5
+_HOW_OFTEN = ("rounds", "warm_ups")
 
 
 def record(
@@ -79,9 +80,10 @@ def source() -> dict[str, str | None]:
     What is measured, as the first call in a process finds it.
 
     Returns:
-        `commit`, see `commit`, and `library`: the first 16 hex digits of the sha256 of the file of the kernel library, or None.
+        `commit`: see `commit`, of the checkout that `bench` is in, else what a workflow's runner says; `library`: the first 16
+        hex digits of the sha256 of the file of the kernel library, or None.
     """
-    return {"commit": commit(Path(__file__).parents[1]), "library": _library()}
+    return {"commit": commit(Path(__file__).parents[1]) or os.environ.get("GITHUB_SHA"), "library": _library()}
 
 
 def commit(root: Path) -> str | None:
@@ -150,6 +152,16 @@ def regressions(run: dict, stored: dict) -> tuple[list[str], list[str]]:
 def vanished(run: dict, stored: dict) -> list[str]:
     """The names of the stored ratios that a run has not measured."""
     return [name for name in stored["ratios"] if name not in run["ratios"]]
+
+
+def same_settings(run: dict, stored: dict) -> bool:
+    """Whether two runs were to measure the same; how often does not matter."""
+
+    def what(settings: dict) -> dict:
+        # As JSON has it.
+        return {key: json.loads(json.dumps(value)) for key, value in settings.items() if key not in _HOW_OFTEN}
+
+    return what(run["settings"]) == what(stored["settings"])
 
 
 def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:

@@ -64,7 +64,7 @@ class Training:
     peak_mib: float | None = None
     """Beside the model and what was there before; None on a CPU."""
     model_mib: float | None = None
-    """What was there before: the model, in float32 where it trains."""
+    """All that was there before; most of it the model, in float32 where it trains."""
 
     @property
     def rest_seconds(self) -> list[float]:
@@ -100,7 +100,8 @@ def run(
     """
     report.quiet()
     workload = QUICK_TRAINED if quick else TRAINED
-    settings = {"workload": asdict(workload), "precision": precision, "steps": steps, "repeatable": repeatable}
+    settings = {"workload": asdict(workload), "precision": precision, "train": train, "steps": steps}
+    settings |= {"repeatable": repeatable}
     lines: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for kind in train:

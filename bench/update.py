@@ -73,7 +73,7 @@ def run(
     if only:
         workloads += (QUICK_VISION, QUICK_VISION_IN_PARTS) if quick else ASKED_FOR
     shapes: list[dict[str, Any]] = []
-    settings = {"shapes": shapes, "precision": precision, "old_pass": old_pass, "rounds": rounds}
+    settings = {"shapes": shapes, "precision": precision, "train": train, "old_pass": old_pass, "rounds": rounds}
     for workload in workloads:
         if only is not None and not any(text in workload.name for text in only):
             continue

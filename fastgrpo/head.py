@@ -408,10 +408,13 @@ def _row_local_on_device(
         if not inputs.sizes[4].item():
             _require_segments(hidden.shape[0], *inputs.sizes[:4].tolist())
     try:
-        loss, (logprobs, entropy) = _row_local_loss(hidden, inputs.targets, head, objective, terms, chunk_rows, *listed)
+        result = _row_local_loss(hidden, inputs.targets, head, objective, terms, chunk_rows, *listed)
     except NoLists:
+        result = None
+    if result is None:
+        # Behind the handler, so that what is wrong is said alone.
         _require_segments(hidden.shape[0], *inputs.sizes[:4].tolist())
-        raise
+    loss, (logprobs, entropy) = result
     return loss, row_stats(objective, segments, inputs, terms, advantages, logprobs, entropy)
 
 

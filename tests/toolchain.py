@@ -25,5 +25,5 @@ def nvcc() -> str:
     found = setup_names()["find_nvcc"]()
     if found is None:
         leave = pytest.fail if os.environ.get("EXPECT") == "cuda" else pytest.skip
-        leave("no nvcc on PATH or under CUDA_HOME")
+        leave("no nvcc on PATH, or under CUDA_HOME or CUDA_PATH")
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -75,7 +76,7 @@ def test_the_commit_is_that_of_the_checkout_itself(tmp_path: Path, monkeypatch: 
 
 def test_a_git_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = tmp_path / "git"
-    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.write_text('#!/bin/sh\necho "$3"\necho 1234\nexec sleep 60\n')
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(report, "_GIT_SECONDS", 0.2)
@@ -178,20 +179,29 @@ def test_compare_names_a_ratio_that_is_no_number_any_more(
         (["--data", "mixed"], 0),
     ],
 )
-def test_ratios_that_vanish_are_named_and_are_status_1_where_no_option_selects(
-    head_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, options: list[str], status: int
+@pytest.mark.parametrize("same_settings", [False, True])
+def test_ratios_that_vanish_are_named_and_are_status_1_where_nothing_chosen_leaves_them_out(
+    head_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys,
+    options: list[str],
+    status: int,
+    same_settings: bool,
 ) -> None:
     run = json.loads(head_run.read_text())
     monkeypatch.setattr(head, "run", lambda *_: run)
     stored = tmp_path / "stored.json"
     gone = {f"a shape of some length that is gone/float32/trained/time, number {number}": 1.0 for number in range(5)}
-    stored.write_text(json.dumps(run | {"ratios": run["ratios"] | gone}))
+    settings = run["settings"] | ({"rounds": 9} if same_settings else {"tasks": ["others"]})
+    stored.write_text(json.dumps(run | {"ratios": run["ratios"] | gone, "settings": settings}))
+    status = 1 if same_settings else status
     assert main(["head", "--device", "cpu", "--quick", "--threads", "1", *options, "--compare", str(stored)]) == status
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "were not measured" in line]
     first, second, third, *_ = gone
     assert line.startswith(f"5 of {len(run['ratios']) + 5} stored ratios were not measured")
     assert line.endswith(f": {first}; {second}; {third}; ...")
-    assert ("no option leaves them out" in line) == bool(status)
+    assert ("nothing chosen leaves them out" in line) == bool(status)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +216,7 @@ def test_what_trains_is_a_selection_only_where_it_is_given(
     asked: list = []
     monkeypatch.setattr(bench, "run", lambda *given: asked.append(given) or run)
     stored = tmp_path / "stored.json"
-    stored.write_text(json.dumps(run | {"ratios": {"a": 1.0, "gone": 1.0}}))
+    stored.write_text(json.dumps(run | {"ratios": {"a": 1.0, "gone": 1.0}, "settings": {}}))
     assert main([kind, "--device", "cpu", "--quick", "--threads", "1", *options, "--compare", str(stored)]) == status
     assert asked[0][2] == (options[1:] or ["lora", "full"])
 
@@ -352,12 +362,20 @@ print((kib("VmHWM") - before) / 1024, extra_peak_bytes(work, torch.device("cpu")
     assert abs(resident - counted) < 0.03 * counted, f"resident set {resident} MiB, counted {counted} MiB"
 
 
-def test_interleaved_cases_meet_in_every_round() -> None:
-    order: list[str] = []
-    cases = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    timings = interleave(cases, rounds=3, warm_ups=1, device=CPU)
-    assert order == ["b", "a", "a", "b", "b", "a", "a", "b"]
-    assert all(len(timing.seconds) == len(timing.cpu_seconds) == 3 for timing in timings.values())
+def test_interleaved_cases_meet_in_every_round_behind_many_others() -> None:
+    def order(rounds: int) -> list[str]:
+        names: list[str] = []
+        cases = {name: (lambda name=name: names.append(name)) for name in "abcd"}
+        timings = interleave(cases, rounds, warm_ups=1, device=CPU)
+        assert all(len(timing.seconds) == len(timing.cpu_seconds) == rounds for timing in timings.values())
+        return names
+
+    names = order(10)
+    assert len(names) == 44
+    assert all(sorted(names[start : start + 4]) == list("abcd") for start in range(0, 44, 4))
+    before = {(last, name) for last, name in itertools.pairwise(names) if last != name}
+    assert len(before) == 12, "every case came behind every other one"
+    assert order(10) == names
 
 
 def test_every_clock_goes_through_all_cases_in_every_round() -> None:
@@ -373,10 +391,14 @@ def test_every_clock_goes_through_all_cases_in_every_round() -> None:
 
     cases = {name: (lambda name=name: order.append(name)) for name in "ab"}
     timings = interleave(cases, 2, 0, CPU, [clock("seconds"), clock("busy_seconds")])
-    assert "".join(order[::2]) == "abab" + "baba"
     assert order[1::2] == ["seconds", "seconds", "busy_seconds", "busy_seconds"] * 2
-    assert timings["a"].seconds == (2.0, 12.0) and timings["a"].busy_seconds == (6.0, 16.0)
-    assert timings["a"].busy_over(timings["b"]) == pytest.approx((6 / 8 + 16 / 14) / 2)
+    names = "".join(order[::2])
+    assert all(sorted(names[start : start + 2]) == ["a", "b"] for start in range(0, 8, 2))
+    places = {name: [2.0 * place + 2 for place, found in enumerate(names) if found == name] for name in "ab"}
+    for name, (first, first_busy, second, second_busy) in places.items():
+        assert timings[name].seconds == (first, second) and timings[name].busy_seconds == (first_busy, second_busy)
+    ratios = [a / b for a, b in zip(timings["a"].busy_seconds, timings["b"].busy_seconds, strict=True)]
+    assert timings["a"].busy_over(timings["b"]) == pytest.approx(sum(ratios) / 2)
 
 
 def test_update_measures_stock_and_patched_on_the_same_gradients(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from packaging.version import Version
 from fastgrpo.kernels.backends import backends
 from fastgrpo.kernels.driver import why_driver_is_too_old
 from fastgrpo.kernels.library import library_info
+from fastgrpo.kernels.select import OPS_ARE_FOR_CUDA
 from fastgrpo.rollout.vllm import version_obstacle
 from fastgrpo.tools.doctor.case import Case, Line
 from fastgrpo.tools.wording import reason
@@ -89,11 +90,12 @@ def check_kernels(case: Case) -> Iterator[Line]:
     served = {backend.implementation for name, backend in backends().items() if name != "library"}
     text = f"{', '.join(sorted(served))}"
     old = why_driver_is_too_old(info.compiler)
+    library = f"library {info.version} for {', '.join(info.targets)}"
     if old and torch.cuda.is_available():
-        yield Line("kernels", "hint", f"{text}; {old}", "results are the same, slower; update the driver")
+        yield Line("kernels", "hint", f"{text}; {library}; {old}", "results are the same, slower; update the driver")
     elif info.path is not None:
-        alone = f"; {info.why_no_ops}" if info.why_no_ops else ""
-        yield Line("kernels", "ok", f"{text}; library {info.version} for {', '.join(info.targets)}{alone}")
+        idle = OPS_ARE_FOR_CUDA if torch.version.hip is not None else info.why_no_ops
+        yield Line("kernels", "ok", f"{text}; {library}{idle and f'; {idle}'}")
     elif torch.cuda.is_available():
         yield Line(
             "kernels",
