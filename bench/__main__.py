@@ -145,6 +145,8 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     """Ends the program where options ask for what cannot be, before anything is measured."""
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device is {options.device}, and torch sees no CUDA device here; give cpu")
+    if getattr(options, "busy", False) and options.device == "cpu":
+        parser.error("--busy times calls behind other work of a device, and --device is cpu; leave it out")
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}; give at least 1")
     least = 2 if options.bench == "train" else 1

@@ -603,6 +603,7 @@ def test_a_run_that_is_cut_off_has_stored_what_it_measured(bench, tmp_path, monk
         (["train", "--quick", "--steps", "1"], "--steps is 1; give at least 2, times are those after the first"),
         (["head", "--quick", "--rounds", "0"], "--rounds is 0; give at least 1"),
         (["log", "--steps", "0"], "--steps is 0; give at least 1"),
+        (["head", "--quick", "--busy"], "--busy times calls behind other work of a device, and --device is cpu"),
     ],
 )
 def test_what_cannot_be_measured_is_said_first(arguments: list[str], message: str, capsys) -> None:
