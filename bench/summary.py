@@ -48,6 +48,8 @@ def _table(run: dict, stored: dict | None) -> Iterator[str]:
             mark = " **worse**" if name in worse else ""
             line += f" {then:.3f} | {now / then - 1:+.1%}{mark} |" if then else " | |"
         yield line
+    for name in report.vanished(run, stored) if stored else ():
+        yield f"| {name} | not measured | {stored['ratios'][name]:.3f} | |"
 
 
 def _mark(run: dict) -> str:

@@ -537,6 +537,16 @@ def test_a_summary_sets_a_run_beside_the_stored_one_and_marks_what_got_worse(
     assert str(broken) in capsys.readouterr().err
 
 
+def test_a_summary_has_a_line_for_a_stored_ratio_that_was_not_measured(
+    head_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = json.loads(head_run.read_text())
+    stored = tmp_path / "stored.json"
+    stored.write_text(json.dumps(run | {"ratios": run["ratios"] | {"one that is gone": 1.25}}))
+    assert main(["summary", str(head_run), "--against", str(stored)]) == 0
+    assert "| one that is gone | not measured | 1.250 | |" in capsys.readouterr().out.splitlines()
+
+
 def test_a_summary_says_which_run_is_not_finished(
     head_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
