@@ -159,7 +159,7 @@ def run(
                 ratios |= _ratios(f"{shape.name}/{dtype_name}/{task}", lines)
                 rows += [{"shape": shape.name, "dtype": dtype_name, "task": task, **line} for line in lines]
             columns = [column for column in _COLUMNS if busy or column != _BUSY]
-            report.table(_title(shape, problem, dtype_name), columns, _cells(by_task, len(columns), busy))
+            report.table(_title(shape, problem, dtype_name), columns, _cells(by_task, columns))
             for note in _notes(by_task):
                 report.say(note)
             so_far(report.record("head", device, settings, rows, ratios))
@@ -304,12 +304,12 @@ def _notes(by_task: dict[str, list[dict[str, Any]]]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _cells(by_task: dict[str, list[dict[str, Any]]], columns: int, busy: bool) -> Iterator[list[str]]:
+def _cells(by_task: dict[str, list[dict[str, Any]]], columns: list[str]) -> Iterator[list[str]]:
     def number(value: float | None, style: str) -> str:
         return "" if value is None else format(value, style)
 
     for task, lines in by_task.items():
-        yield [_TITLES[task], *[""] * (columns - 1)]
+        yield [_TITLES[task], *[""] * (len(columns) - 1)]
         ours = next(line for line in lines if line["peer"] == OURS)
         for line in lines:
             if line["note"]:
@@ -318,7 +318,7 @@ def _cells(by_task: dict[str, list[dict[str, Any]]], columns: int, busy: bool) -
             yield [
                 f"  {line['peer']}",
                 number(line["time_over_floor"], ".2f"),
-                *([number(line["busy_time_over_floor"], ".2f")] if busy else []),
+                *([number(line["busy_time_over_floor"], ".2f")] if _BUSY in columns else []),
                 number(line["time_over_fastgrpo"], ".2f"),
                 number(line["cpu_time_over_fastgrpo"], ".2f"),
                 number(None if memory is None else memory / ours["extra_mib"], ".2f"),

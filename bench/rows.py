@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench import report
-from bench.measure import Case, device_clock
+from bench.measure import Case, Sample, device_clock, interleave
 
 _BYTES = 1 << 30
 _COLUMNS = ("", "of the copy's bandwidth", "GB/s", "bytes a logit", "median ms")
@@ -103,14 +103,13 @@ def _measure(shape: Rows, rounds: int, warm_ups: int, device: torch.device) -> d
         "statistics and both gradients": (8 * elements, row_pass(first, second)),
         "gradient from saved statistics": (6 * elements, row_grad),
     }
-    samples: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(-warm_ups, rounds):
-        for name in reversed(cases) if turn % 2 else cases:
-            buffer.copy_(source)  # in place means the logits are gone after each case
-            sample = device_clock(cases[name][1])
-            if turn >= 0:
-                samples[name].append(sample["seconds"])
-    return {name: (size, tuple(samples[name])) for name, (size, _) in cases.items()}
+
+    def clock(case: Case) -> Sample:
+        buffer.copy_(source)  # in place means the logits are gone after each case
+        return device_clock(case)
+
+    timings = interleave({name: case for name, (_, case) in cases.items()}, rounds, warm_ups, device, (clock,))
+    return {name: (size, timings[name].seconds) for name, (size, _) in cases.items()}
 
 
 def _cells(line: dict[str, Any]) -> list[str]:

@@ -14,7 +14,6 @@ from packaging.version import Version
 from fastgrpo.kernels.backends import backends
 from fastgrpo.kernels.driver import why_driver_is_too_old
 from fastgrpo.kernels.library import library_info
-from fastgrpo.kernels.select import OPS_ARE_FOR_CUDA
 from fastgrpo.rollout.vllm import version_obstacle
 from fastgrpo.tools.doctor.case import Case, Line
 from fastgrpo.tools.wording import reason
@@ -87,15 +86,14 @@ def check_kernels(case: Case) -> Iterator[Line]:
     except OSError as error:
         yield Line("kernels", "wrong", str(error), "unset the variable, or build the library: pip install .")
         return
-    served = {backend.implementation for name, backend in backends().items() if name != "library"}
-    text = f"{', '.join(sorted(served))}"
+    table = backends()
+    text = ", ".join(sorted({backend.implementation for name, backend in table.items() if name != "library"}))
     old = why_driver_is_too_old(info.compiler)
     library = f"library {info.version} for {', '.join(info.targets)}"
     if old and torch.cuda.is_available():
         yield Line("kernels", "hint", f"{text}; {library}; {old}", "results are the same, slower; update the driver")
     elif info.path is not None:
-        idle = OPS_ARE_FOR_CUDA if torch.version.hip is not None else info.why_no_ops
-        yield Line("kernels", "ok", f"{text}; {library}{idle and f'; {idle}'}")
+        yield Line("kernels", "ok", "; ".join(filter(None, (text, library, table["library"].reason))))
     elif torch.cuda.is_available():
         yield Line(
             "kernels",
