@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     stored = None
     if options.compare:
         try:
-            stored = report.load(options.compare, options.bench)
+            stored = report.load_baseline(options.compare, options.bench)
         except (OSError, ValueError) as error:
             report.say(f"cannot compare with {options.compare}: {error}")
             return 2
@@ -132,6 +132,9 @@ def _compare(run: dict, stored: dict, selects: bool) -> int:
         why = "" if selects else ", and nothing chosen leaves them out"
         names = "; ".join(vanished[:_NAMED]) + "; ..." * (len(vanished) > _NAMED)
         report.say(f"{len(vanished)} of {len(stored['ratios'])} stored ratios were not measured{why}: {names}")
+    new = len(run["ratios"]) - len(common)
+    if new:
+        report.say(f"{new} of {len(run['ratios'])} measured ratios are not in the stored run")
     report.say(
         f"{len(worse)} of {len(common)} ratios are more than {report.TOLERANCE:.0%} worse than on {stored['date']}"
     )
@@ -147,6 +150,10 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error(f"--device is {options.device}, and torch sees no CUDA device here; give cpu")
     if getattr(options, "busy", False) and options.device == "cpu":
         parser.error("--busy times calls behind other work of a device, and --device is cpu; leave it out")
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"--threads is {options.threads}; give at least 1")
+    if options.json and (options.json.is_dir() or not _can_be_written(options.json)):
+        parser.error(f"--json is {options.json}, which cannot be written; give the path of a file")
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}; give at least 1")
     least = 2 if options.bench == "train" else 1
@@ -154,6 +161,11 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error(
             f"--steps is {options.steps}; give at least {least}" + ", times are those after the first" * (least > 1)
         )
+
+
+def _can_be_written(path: Path) -> bool:
+    existing = path if path.exists() else next(folder for folder in path.absolute().parents if folder.exists())
+    return os.access(existing, os.W_OK) and (existing is path or existing.is_dir())
 
 
 def _parser() -> argparse.ArgumentParser:

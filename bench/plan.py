@@ -117,6 +117,9 @@ def run(device: torch.device, only: list[str] | None, quick: bool) -> dict[str, 
     """
     report.quiet()
     chosen = [setting for setting in SETTINGS if not only or any(text in setting.name for text in only)]
+    if not chosen:
+        names = ", ".join(setting.name for setting in SETTINGS)
+        raise SystemExit(f"no setting's name holds {' or '.join(only)}; they are {names}")
     rows = []
     for setting in chosen:
         try:

@@ -125,19 +125,31 @@ def load(path: Path, kind: str) -> dict:
 
     Raises:
         OSError: no such file.
-        ValueError: not a run, or one of another kind or schema.
+        ValueError: not a run, one of another kind or schema, or one without ratios.
     """
     run = json.loads(path.read_text())
     for key, wanted in (("schema", SCHEMA), ("kind", kind)):
         if not isinstance(run, dict) or run.get(key) != wanted:
             found = run.get(key) if isinstance(run, dict) else run
             raise ValueError(f"its {key} is {found!r}, not {wanted!r}; give a file that --json wrote")
+    ratios = run.get("ratios")
+    if not isinstance(ratios, dict) or not all(type(ratio) in (int, float) for ratio in ratios.values()):
+        raise ValueError("its ratios are no numbers with names; give a file that --json wrote")
+    return run
+
+
+def load_baseline(path: Path, kind: str) -> dict:
+    """As `load`; raises `ValueError` also for a ratio that nothing can be compared with."""
+    run = load(path, kind)
+    for name, ratio in run["ratios"].items():
+        if not 0 < ratio < math.inf:
+            raise ValueError(f"its ratio {name!r} is {ratio}; give a run whose ratios are all finite and above 0")
     return run
 
 
 def regressions(run: dict, stored: dict) -> tuple[list[str], list[str]]:
     """
-    Ratios that rose by more than 5 % over stored ones, or are NaN where the stored one is a number.
+    Ratios that rose by more than 5 % over stored ones, or are NaN.
 
     Args:
         run, stored: two runs of one kind.
@@ -161,7 +173,7 @@ def same_settings(run: dict, stored: dict) -> bool:
         # As JSON has it.
         return {key: json.loads(json.dumps(value)) for key, value in settings.items() if key not in _HOW_OFTEN}
 
-    return what(run["settings"]) == what(stored["settings"])
+    return what(run["settings"]) == what(stored.get("settings", {}))
 
 
 def table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
@@ -211,7 +223,7 @@ def describe(run: dict) -> str:
 
 def _is_worse(now: float, before: float) -> bool:
     # No comparison with NaN holds.
-    return not math.isnan(before) and not now <= before * (1 + TOLERANCE)
+    return not now <= before * (1 + TOLERANCE)
 
 
 def _console() -> Console:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from bench import report
@@ -21,16 +21,16 @@ def summarise(files: Sequence[Path], stored: Sequence[Path]) -> tuple[str, list[
         Markdown, and what could not be read.
     """
     unreadable: list[str] = []
-    before = {run["kind"]: run for run in _load(stored, unreadable)}
-    parts = ["\n".join(_table(run, before.get(run["kind"]))) for run in _load(files, unreadable)]
+    before = {run["kind"]: run for run in _load(stored, report.load_baseline, unreadable)}
+    parts = ["\n".join(_table(run, before.get(run["kind"]))) for run in _load(files, report.load, unreadable)]
     return "\n\n".join(parts), unreadable
 
 
-def _load(files: Sequence[Path], unreadable: list[str]) -> Iterator[dict]:
+def _load(files: Sequence[Path], load: Callable[[Path, str], dict], unreadable: list[str]) -> Iterator[dict]:
     for path in files:
         try:
             run = json.loads(path.read_text())
-            yield report.load(path, run["kind"])
+            yield load(path, run["kind"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             unreadable.append(f"{path}: {error}")
 

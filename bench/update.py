@@ -72,6 +72,9 @@ def run(
     workloads = (QUICK,) if quick else WORKLOADS.get(device.type, (SMOLLM2,))
     if only:
         workloads += (QUICK_VISION, QUICK_VISION_IN_PARTS) if quick else ASKED_FOR
+    if only is not None and not any(text in workload.name for workload in workloads for text in only):
+        names = ", ".join(workload.name for workload in workloads)
+        raise SystemExit(f"no workload's name holds {' or '.join(only)}; they are {names}")
     shapes: list[dict[str, Any]] = []
     settings = {"shapes": shapes, "precision": precision, "train": train, "old_pass": old_pass, "rounds": rounds}
     for workload in workloads:

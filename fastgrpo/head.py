@@ -442,7 +442,7 @@ class _Segments:
 
     def __init__(self, segments: Tensor, hidden: Tensor) -> None:
         count = hidden.shape[0]
-        offsets = segments.long()
+        offsets = segments.long().contiguous()
         lengths = offsets.diff()
         self.count, self.batch = count, lengths.numel()
         # One copy to the host for all that must be known there.

@@ -668,6 +668,16 @@ def test_the_one_pass_op_takes_the_rows_it_would_find(needs):
         ops.linear_grpo_op(*head, *options, *lists, torch.tensor([-1]))
 
 
+@pytest.mark.filterwarnings("error")
+def test_segments_may_have_gaps_in_memory():
+    hidden, weight, targets = torch.randn(12, 4), torch.randn(7, 4), torch.arange(12) % 7
+    segments, advantages = torch.tensor([0, 9, 4, 9, 12, 9])[::2], torch.tensor([1.0, -1.0])
+    losses = (
+        linear_grpo_loss(hidden, weight, targets, x, advantages, Objective())[0] for x in (segments, segments.clone())
+    )
+    assert torch.equal(*losses)
+
+
 def test_the_objective_survives_the_way_through_the_op():
     """What the op rebuilds from numbers has every option that a token's loss depends on."""
     options = objective(

@@ -134,7 +134,9 @@ def _open(path: Path) -> tuple[LibraryInfo, ctypes.CDLL]:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise OSError(f"{path} does not load on this machine: {error}; build it here: pip install .") from error
+        # Torch has a sentence of its own, and the loader's reason behind it.
+        why = error.__cause__ or error
+        raise OSError(f"{path} does not load on this machine: {why}; build it here: pip install .") from error
     try:
         build_info = library.fastgrpo_build_info
     except AttributeError:

@@ -128,7 +128,24 @@ def test_compare_tells_by_its_exit_status_whether_a_ratio_got_worse(
     assert main([*HEAD, "--compare", str(stored)]) == status
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 1, "kind": "update", "ratios": {}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "{}", '{"schema": 1, "kind": "update", "ratios": {}}', '{"schema": 1, "kind": "head"}'),
+        *(
+            f'{{"schema": 1, "kind": "head", "ratios": {ratios}}}'
+            for ratios in (
+                "[1.0]",
+                '{"a": null}',
+                '{"a": "3"}',
+                '{"a": 0}',
+                '{"a": -1}',
+                '{"a": NaN}',
+                '{"a": Infinity}',
+            )
+        ),
+    ],
+)
 def test_compare_with_something_else_is_status_2_before_any_work(
     tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,8 +170,8 @@ def test_a_regression_is_a_ratio_more_than_five_percent_up() -> None:
 
 
 def test_a_ratio_that_is_no_number_any_more_is_a_regression() -> None:
-    stored = {"ratios": {"lost": 1.0, "never": math.nan, "found": math.nan, "infinite": 1.0}}
-    run = {"ratios": {"lost": math.nan, "never": math.nan, "found": 1.0, "infinite": math.inf}}
+    stored = {"ratios": {"lost": 1.0, "infinite": 1.0}}
+    run = {"ratios": {"lost": math.nan, "infinite": math.inf}}
     assert regressions(run, stored)[1] == ["lost", "infinite"]
 
 
@@ -612,6 +629,9 @@ def test_a_run_that_is_cut_off_has_stored_what_it_measured(bench, tmp_path, monk
     [
         (["train", "--quick", "--steps", "1"], "--steps is 1; give at least 2, times are those after the first"),
         (["head", "--quick", "--rounds", "0"], "--rounds is 0; give at least 1"),
+        (["head", "--quick", "--threads", "0"], "--threads is 0; give at least 1"),
+        (["head", "--quick", "--json", "bench"], "--json is bench, which cannot be written; give the path of a file"),
+        (["head", "--quick", "--json", "setup.py/a.json"], "setup.py/a.json, which cannot be written"),
         (["log", "--steps", "0"], "--steps is 0; give at least 1"),
         (["head", "--quick", "--busy"], "--busy times calls behind other work of a device, and --device is cpu"),
     ],
@@ -622,9 +642,17 @@ def test_what_cannot_be_measured_is_said_first(arguments: list[str], message: st
     assert message in capsys.readouterr().err
 
 
-def test_a_name_that_no_shape_has_is_an_error() -> None:
-    with pytest.raises(SystemExit, match="no shape's name holds nothing; they are quick"):
-        main(["head", "--device", "cpu", "--quick", "--only", "nothing"])
+@pytest.mark.parametrize(
+    ("bench", "message"),
+    [
+        ("head", "no shape's name holds nothing; they are quick"),
+        ("update", "no workload's name holds nothing; they are quick"),
+        ("plan", "no setting's name holds nothing; they are"),
+    ],
+)
+def test_a_name_that_nothing_has_is_an_error(bench: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main([bench, "--device", "cpu", "--quick", "--only", "nothing"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
